@@ -1,0 +1,44 @@
+"""Train your own GPT from scratch on a free Kaggle TPU; the same code on laptops and GPUs.
+
+    import nanogpt_tpu as ng
+    ng.patch_tpu_env()                                      # first, on a TPU
+    ng.prepare("book.txt", "data", train_tokenizer=4096)
+    result = ng.train(ng.preset("demo", data="data", out="run"))
+
+Importing this package imports no torch and touches no device: names are loaded when first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "errors": ("UserError",),
+    "config": ("ModelConfig", "TrainConfig", "BatchPlan", "preset", "presets"),
+    "env": ("patch_tpu_env", "input_dir", "working_dir"),
+    "tokenizer": ("Tokenizer", "load_tokenizer", "train_tokenizer"),
+    "shards": ("ShardLoader", "Manifest"),
+    "model": ("GPT",),
+    "prepare": ("prepare",),
+    "inspection": ("inspect",),
+    "evaluate": ("evaluate",),
+    "sample": ("generate", "sample"),
+    "load": ("load_checkpoint",),
+    "report": ("report",),
+    "train": ("train", "TrainResult"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'nanogpt_tpu' has no attribute {name!r}")
+    value = getattr(import_module(f"nanogpt_tpu.{_MODULE_OF[name]}"), name)
+    globals()[name] = value  # a function may share its module's name (train): the function wins
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

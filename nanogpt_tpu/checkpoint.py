@@ -1,0 +1,215 @@
+"""Checkpoints: written whole or not at all, verified before use, the last few kept.
+
+    RUN/checkpoints/step_00000500/{model.safetensors, optimizer.safetensors, tokenizer.json,
+    state.json}, and RUN/checkpoints/latest.json naming the newest
+
+`state.json` is written last and is the commit mark: it holds the sha256 of its siblings, and a
+folder without it does not exist. No pickle anywhere: a stranger's checkpoint cannot run code.
+Knows tensors by name on the host, not what model or device they belong to.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.shards import hash_file
+from nanogpt_tpu.tokenizer import FILE_NAME as TOKENIZER_FILE
+from nanogpt_tpu.tokenizer import Tokenizer
+
+FORMAT_VERSION = 1
+STATE, MODEL, OPTIMIZER = "state.json", "model.safetensors", "optimizer.safetensors"
+LATEST = "latest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint: its folder and the contents of its state.json."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return int(self.state["step"])
+
+    def verify(self) -> None:
+        """Compare every file with its hash.
+
+        Raises:
+            UserError: one is missing or changed; its name is given.
+        """
+        for name, digest in self.state["sha256"].items():
+            path = self.folder / name
+            if not path.is_file():
+                raise UserError(f"checkpoint {self.folder}: {name} is missing")
+            if hash_file(path) != digest:
+                raise UserError(f"checkpoint {self.folder}: {name} is damaged (sha256 differs)")
+
+    def load(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of one file, on the host.
+
+        Raises:
+            UserError: the file is missing or no safetensors file.
+        """
+        try:
+            return load_file(self.folder / name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"checkpoint {self.folder}: {name} cannot be read ({error})") from error
+
+
+def save_checkpoint(
+    run_dir: Path,
+    state: dict[str, Any],
+    model: dict[str, torch.Tensor],
+    optimizer: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    keep_last: int,
+) -> Path:
+    """Write a checkpoint of `state["step"]`, then remove all but the newest `keep_last`.
+
+    Args:
+        run_dir: the run folder.
+        state: all that a resume needs besides tensors; must hold "step".
+        model, optimizer: host tensors by name.
+        tokenizer: travels with the weights.
+        keep_last: how many checkpoints stay.
+
+    Raises:
+        UserError: the disk is full or not writable; no stump is left under a final name.
+    """
+    parent = run_dir / "checkpoints"
+    final = parent / f"step_{state['step']:08d}"
+    partial = parent / f".{final.name}.tmp"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(model, partial / MODEL)
+        save_file(optimizer, partial / OPTIMIZER)
+        tokenizer.save(partial)
+        digests = {}
+        for name in (MODEL, OPTIMIZER, TOKENIZER_FILE):
+            _sync_to_disk(partial / name)
+            digests[name] = hash_file(partial / name)
+        committed = {"format_version": FORMAT_VERSION, **state, "sha256": digests}
+        _write_json(partial / STATE, committed)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _write_json(parent / LATEST, {"step": state["step"], "folder": final.name})
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"checkpoint {final} could not be written ({error}), "
+            f"{shutil.disk_usage(run_dir).free / 2**30:.1f} GiB free: make room, then start the "
+            "same command again; earlier checkpoints are whole"
+        ) from error
+    for old in sorted(parent.glob("step_*"))[:-keep_last]:
+        shutil.rmtree(old)
+    return final
+
+
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Committed checkpoints in or anywhere below `folder`, newest first; others are not seen."""
+    found = []
+    for path in folder.rglob(STATE):
+        if path.parent.name.startswith("."):
+            continue  # never committed
+        try:
+            state = json.loads(path.read_text("utf-8"))
+            if state["format_version"] == FORMAT_VERSION:
+                found.append(Checkpoint(path.parent, {**state, "step": int(state["step"])}))
+        except (ValueError, KeyError, TypeError):
+            continue  # another program's state.json, or a torn one: no commit mark of ours
+    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint whose hashes agree, and a line for each damaged one passed over."""
+    complaints = []
+    for checkpoint in find_checkpoints(folder):
+        try:
+            checkpoint.verify()
+        except UserError as error:
+            complaints.append(str(error))
+            continue
+        return checkpoint, complaints
+    return None, complaints
+
+
+def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
+    """The newest valid checkpoint of a run folder, a checkpoint folder or a folder above one.
+
+    Raises:
+        UserError: nothing there, or nothing undamaged.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise UserError(f"{str(source)!r}: no such folder; give a run or a checkpoint")
+    checkpoint, complaints = newest_valid(folder)
+    if checkpoint is None:
+        detail = f" ({'; '.join(complaints)})" if complaints else ""
+        raise UserError(f"{folder}: no checkpoint in or below it{detail}; train first")
+    return checkpoint
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    partial = path.with_suffix(".json.tmp")
+    partial.write_text(json.dumps(values, indent=1, ensure_ascii=False), "utf-8")
+    _sync_to_disk(partial)
+    partial.replace(path)
+
+
+def _sync_to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]
+) -> dict[str, torch.Tensor]:
+    """An optimizer's state as flat tensors "exp_avg/h.0.attn.c_attn.weight", still on device."""
+    return {
+        f"{key}/{names[param]}": value
+        for param, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.Tensor, str],
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    """Put saved state back, each tensor on its parameter's device (scalars of AdamW included).
+
+    Raises:
+        UserError: the saved state is not that of these parameters.
+    """
+    wanted = {name: param for param, name in names.items()}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for path, tensor in tensors.items():
+        key, _, name = path.partition("/")
+        states.setdefault(name, {})[key] = tensor
+    if states.keys() != wanted.keys():
+        odd = sorted(states.keys() ^ wanted.keys())
+        raise UserError(
+            f"the optimizer state in the checkpoint is not this model's: {odd[0]!r} and "
+            f"{len(odd) - 1} more differ; start with --resume never"
+        )
+    for name, state in states.items():
+        param = wanted[name]
+        for key, tensor in state.items():
+            if key != "step" and tensor.shape != param.shape:
+                raise UserError(
+                    f"optimizer state {key} of {name} has shape {tuple(tensor.shape)}, the "
+                    f"parameter has {tuple(param.shape)}: start with --resume never"
+                )
+        optimizer.state[param] = {key: t.to(param.device) for key, t in state.items()}

@@ -1,0 +1,44 @@
+"""A trained model back from disk: run folder to (model, tokenizer, state)."""
+
+import os
+from typing import Any
+
+from nanogpt_tpu.checkpoint import MODEL, open_checkpoint
+from nanogpt_tpu.config import ModelConfig
+from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.model import GPT
+from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
+
+
+def load_checkpoint(
+    source: str | os.PathLike[str],
+) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """The newest valid checkpoint in or below `source`, its model in eval mode on the CPU.
+
+    Args:
+        source: a run folder, a checkpoint folder, or a folder that holds one somewhere below.
+
+    Returns:
+        The model (fp32), its tokenizer, and the contents of state.json.
+
+    Raises:
+        UserError: nothing there, damaged, or weights that are not this configuration's.
+    """
+    checkpoint = open_checkpoint(source)
+    state = checkpoint.state
+    try:
+        config = ModelConfig(**state["config"]["model"])
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{checkpoint.folder}: state.json has no model of ours ({error})"
+        ) from error
+    model = GPT(config)
+    try:
+        model.load_state_dict(checkpoint.load(MODEL))
+    except RuntimeError as error:
+        first = str(error).splitlines()[-1].strip()
+        raise UserError(f"{checkpoint.folder}: weights do not fit its config: {first}") from error
+    tokenizer = load_tokenizer(checkpoint.folder)
+    if tokenizer.sha256 != state["tokenizer"]["sha256"]:
+        raise UserError(f"{checkpoint.folder}: tokenizer.json is not the one it was trained with")
+    return model.eval(), tokenizer, state

@@ -1,0 +1,224 @@
+"""The GPT: a decoder-only transformer in GPT-2's module names, with the parts of later recipes.
+
+    model = GPT(preset("gpt2").model)
+    logits, loss = model(idx, targets)
+
+Knows no device, no optimizer, no file, and prints nothing. The output head is the embedding matrix
+itself, not a second parameter tied to it, so no device move can untie the two.
+
+Letters: B sequences, T tokens, C = n_embd, H heads, D = head size, V = vocab_size, P = V rounded
+up to a multiple of 128.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanogpt_tpu.attention import causal_attention
+from nanogpt_tpu.config import ModelConfig
+from nanogpt_tpu.errors import UserError
+
+IGNORED_TARGET = -100  # what PyTorch's cross_entropy ignores by default
+NORM_EPS = 1e-5  # stated: the default of F.rms_norm depends on the dtype
+_MASKED_LOGIT = -1e30
+_ROPE_BASE = 10_000.0
+
+
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    """Scale the last dimension to root mean square 1, in fp32, without gain (Zhang, Sennrich 2019).
+
+    Any shape and float dtype; the dtype is kept.
+    """
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` as a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., C) -> (..., C)."""
+        return rms_norm(x)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The normalization that the config names."""
+    if config.norm == "rmsnorm":
+        return RMSNorm()
+    return nn.LayerNorm(config.n_embd, eps=NORM_EPS, bias=config.bias)
+
+
+def rope_tables(seq_len: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of rotary positions, each (T, D/2) fp32 (Su et al. 2021, RoFormer)."""
+    rates = _ROPE_BASE ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), rates)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + D/2) of x (B, H, T, D) by its positions' angles, tables (T, D/2)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Multi-head causal self-attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        batch, seq_len, width = x.shape
+        heads = (batch, seq_len, self.config.n_head, self.config.head_size)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
+        if self.config.qk_norm:
+            q, k = _unit_norm(q), _unit_norm(k)  # (B, H, T, D)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        dropout = self.config.dropout if self.training else 0.0
+        y = causal_attention(q, k, v, dropout, self.config.attention)  # (B, H, T, D)
+        y = y.transpose(1, 2).reshape(batch, seq_len, width)
+        return self.resid_dropout(self.c_proj(y))
+
+
+def _unit_norm(x: torch.Tensor) -> torch.Tensor:
+    """QK-norm (Henry et al. 2020): each head's vector to length sqrt(D), in fp32.
+
+    The epsilon is far below any real q or k, so that tiny vectors are normalized all the same.
+    """
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-12)).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """Two linear layers, four times as wide inside."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.squared_relu = config.mlp == "relu2"  # So et al. 2021, Primer
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = self.c_fc(x)  # (B, T, 4C)
+        x = F.relu(x).square() if self.squared_relu else F.gelu(x, approximate="tanh")
+        return self.dropout(self.c_proj(x))
+
+
+class Block(nn.Module):
+    """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ln_1 = make_norm(config)
+        self.attn = Attention(config)
+        self.ln_2 = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = x + self.attn(self.ln_1(x), rope)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """A GPT of the given shape; `model(idx, targets) -> (logits, loss)`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = None
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        else:
+            cos, sin = rope_tables(config.block_size, config.head_size)
+            self.register_buffer("rope_cos", cos, persistent=False)  # (block_size, D/2)
+            self.register_buffer("rope_sin", sin, persistent=False)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = make_norm(config)
+        self.lm_head = None
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        padding = torch.arange(config.padded_vocab_size) >= config.vocab_size
+        self.register_buffer("is_padding", padding, persistent=False)  # (P,)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """GPT-2's: normal 0.02, the two projections into the residual stream smaller or zero."""
+        for name, param in self.named_parameters():
+            if param.dim() < 2:
+                nn.init.zeros_(param) if name.endswith("bias") else nn.init.ones_(param)
+            elif not name.endswith("c_proj.weight"):
+                nn.init.normal_(param, std=0.02)
+            elif self.config.zero_init_residual:
+                nn.init.zeros_(param)
+            else:
+                nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+    def features(self, idx: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T) -> final hidden states (B, T, C)."""
+        seq_len = idx.size(1)
+        if seq_len > self.config.block_size:
+            raise UserError(
+                f"{seq_len} tokens are over the model's block_size {self.config.block_size}: "
+                "shorten the input"
+            )
+        x, rope = self.wte(idx), None
+        if self.wpe is not None:
+            x = x + self.wpe.weight[:seq_len]
+        else:
+            rope = (self.rope_cos[:seq_len], self.rope_sin[:seq_len])
+        x = self.drop(x)
+        for block in self.h:
+            x = block(x, rope)
+        return self.ln_f(x)
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states (..., C) -> fp32 logits (..., P); those of padding ids are -1e30."""
+        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        logits = F.linear(x, weight).float()
+        return logits.masked_fill(self.is_padding, _MASKED_LOGIT)
+
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Logits of the next token, or the mean loss.
+
+        Args:
+            idx: ids (B, T), any int dtype, T <= block_size.
+            targets: the ids that follow, (B, T); those equal to -100 do not count.
+
+        Returns:
+            Without targets: fp32 logits (B, T, V) and None. With targets: the same logits and the
+            mean cross-entropy in nats, a scalar in fp32.
+
+        Raises:
+            UserError: more tokens than block_size.
+        """
+        logits = self.head(self.features(idx))  # (B, T, P)
+        loss = None
+        if targets is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
+        return logits[..., : self.config.vocab_size], loss
+
+    def num_params(self) -> int:
+        """Trainable parameters, without the rows that only pad the vocabulary."""
+        config = self.config
+        padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
+        total = sum(param.numel() for param in self.parameters())
+        return total - padding * (1 if self.lm_head is None else 2)

@@ -1,0 +1,177 @@
+"""Text out of a model: temperature, top-k, top-p, seed, stop at end-of-text.
+
+    text = generate(model, tokenizer, "The future of AI is", max_new_tokens=64, seed=1)
+
+Every token runs the whole window again (no cache yet). Beyond the model's context the window
+slides: the oldest tokens are forgotten. Choosing the token happens on the host, with a generator
+of its own for each sample, so a sample does not depend on how many others are drawn with it.
+"""
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.model import GPT
+from nanogpt_tpu.runtime import Runtime
+from nanogpt_tpu.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated text."""
+
+    text: str
+    """The prompt and what follows it."""
+    tokens: list[int]
+    """The new ids, end-of-text included if it was drawn."""
+    finish_reason: str
+    """"eot" or "length"."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, in this order: temperature, top-k, top-p."""
+
+    temperature: float = 1.0
+    """0 takes the likeliest token always."""
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature is {self.temperature}: 0 (greedy) or any number above")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k is {self.top_k}: at least 1, or none to turn it off")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}: above 0 and at most 1 (1 turns it off)")
+
+    def choose(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+        """Draw one id from logits (V,).
+
+        Nucleus sampling (top-p): Holtzman et al. 2020. Done in float64: a temperature of 1e-45
+        is greedy, not NaN.
+        """
+        logits = logits.double()
+        if self.temperature == 0:
+            return int(logits.argmax())
+        logits = (logits - logits.max()) / self.temperature
+        if self.top_k is not None and self.top_k < logits.numel():
+            ranked = logits.sort(descending=True, stable=True).indices
+            logits[ranked[self.top_k :]] = -math.inf
+        probs = logits.softmax(dim=-1)
+        if self.top_p is not None and self.top_p < 1:
+            ranked_probs, ranked = probs.sort(descending=True, stable=True)
+            before = ranked_probs.cumsum(-1) - ranked_probs  # mass of the likelier ones
+            probs[ranked[before >= self.top_p]] = 0.0  # the likeliest always stays
+        return int(torch.multinomial(probs, 1, generator=generator))
+
+
+def sample(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    *,
+    num_samples: int = 1,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    seed: int = 1337,
+    stop_at_eot: bool = True,
+    runtime: Runtime | None = None,
+) -> tuple[list[Sample], float]:
+    """Continue a prompt `num_samples` times; an empty prompt starts from end-of-text.
+
+    Returns the samples and the speed in new tokens per second.
+
+    Raises:
+        UserError: a setting outside its range, or a tokenizer that is not the model's.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    if num_samples < 1 or max_new_tokens < 0:
+        raise UserError(
+            f"num_samples {num_samples} must be at least 1, max_new_tokens {max_new_tokens} 0"
+        )
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
+            "use the tokenizer.json that was saved with the model"
+        )
+    prompt_ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
+    context = model.config.block_size
+    if len(prompt_ids) > context:
+        print(
+            f"note: the prompt has {len(prompt_ids)} tokens, the model sees the last {context}",
+            file=sys.stderr,
+        )
+    rows = [list(prompt_ids) for _ in range(num_samples)]
+    runtime = runtime or Runtime("cpu", "fp32")
+    start_s = time.monotonic()
+    reasons = _extend(
+        model, rows, max_new_tokens, sampling, seed, tokenizer.eot_id if stop_at_eot else None,
+        runtime,
+    )  # fmt: skip
+    elapsed_s = time.monotonic() - start_s
+    samples = []
+    for row, reason in zip(rows, reasons, strict=True):
+        new = row[len(prompt_ids) :]
+        samples.append(Sample(prompt + tokenizer.decode(new), new, reason))
+    return samples, sum(len(s.tokens) for s in samples) / max(elapsed_s, 1e-9)
+
+
+def generate(model: GPT, tokenizer: Tokenizer, prompt: str = "", **settings: object) -> str:
+    """The prompt and its continuation as one text; settings as for `sample`."""
+    samples, _ = sample(model, tokenizer, prompt, **settings)  # type: ignore[arg-type]
+    return samples[0].text
+
+
+@torch.no_grad()
+def _extend(
+    model: GPT,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    stop_id: int | None,
+    runtime: Runtime,
+) -> list[str]:
+    """Append new ids to each row until it stops; why each one did."""
+    was_training = model.training
+    model.eval()
+    context = model.config.block_size
+    generators = [torch.Generator().manual_seed(seed + n) for n in range(len(rows))]
+    reasons = [""] * len(rows)
+    for _ in range(max_new_tokens):
+        logits = _next_logits(model, [row[-context:] for row in rows], runtime)  # (n, V)
+        for n, row in enumerate(rows):
+            if not reasons[n]:
+                row.append(sampling.choose(logits[n], generators[n]))
+                if row[-1] == stop_id:
+                    reasons[n] = "eot"
+        if all(reasons):
+            break
+    model.train(was_training)
+    return [reason or "length" for reason in reasons]
+
+
+def _next_logits(model: GPT, windows: list[list[int]], runtime: Runtime) -> torch.Tensor:
+    """fp32 logits (n, V) on the host after the last token of each window.
+
+    XLA: windows are padded on the right to the whole context, which causal attention never looks
+    at, so that every call has one shape and one program.
+    """
+    context = model.config.block_size
+    longest = context if runtime.is_xla else max(map(len, windows))
+    idx = torch.zeros(len(windows), longest, dtype=torch.int64)
+    for n, window in enumerate(windows):
+        idx[n, : len(window)] = torch.tensor(window)
+    last = torch.tensor([len(window) - 1 for window in windows])
+    with runtime.autocast():
+        x = model.features(idx.to(runtime.device))  # (n, T, C)
+        rows = torch.arange(len(windows), device=x.device)
+        logits = model.head(x[rows, last.to(x.device)])  # (n, P)
+    return logits[:, : model.config.vocab_size].float().cpu()

@@ -1,0 +1,82 @@
+"""One optimizer step: micro steps that accumulate the gradient, then clip and update.
+
+This is what runs on the device; `train` decides when, `runtime` knows where. The programs are the
+same from the first step to the last: one micro step, one update.
+"""
+
+import torch
+from torch import nn
+
+from nanogpt_tpu.config import BatchPlan, TrainConfig
+from nanogpt_tpu.optim import learning_rate, make_optimizer, set_learning_rate
+from nanogpt_tpu.runtime import Runtime
+
+
+class TrainStep:
+    """A model with its optimizer on the device, advanced by `run`.
+
+    Attributes:
+        model: as prepared by the runtime.
+        optimizer: AdamW itself, without Accelerate's wrapper.
+        loss, grad_norm: device scalars of the last step: mean loss over the step's tokens, and the
+            norm of the gradient before clipping.
+        bad_step: device scalar, the first step whose loss or gradient was not finite, else 0.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, plan: BatchPlan, runtime: Runtime
+    ) -> None:
+        self._config, self._plan, self._runtime = config, plan, runtime
+        if config.gradient_checkpointing:
+            runtime.checkpoint_blocks(model)
+        self.model = runtime.prepare(model)
+        self.optimizer = make_optimizer(self.model, config)
+        self._prepared_optimizer = runtime.prepare_optimizer(self.optimizer)
+        for param in self.model.parameters():
+            if runtime.is_xla:  # so that the first micro step adds like all the others
+                param.grad = torch.zeros_like(param)
+        self._loss_sum, self.bad_step = runtime.zero(), runtime.zero()
+        self.loss = self.grad_norm = self.bad_step
+        runtime.cut(wait=True)
+
+    def parameter_names(self) -> dict[torch.Tensor, str]:
+        """Each parameter's name in the unwrapped model: how optimizer state is stored."""
+        return {p: name for name, p in self._runtime.unwrap(self.model).named_parameters()}
+
+    def run(self, step: int, idx: torch.Tensor, targets: torch.Tensor) -> None:
+        """Do optimizer step number `step` (from 1) on a host batch (n, T).
+
+        n is the plan's sequences_per_step.
+        """
+        rows = self._plan.sequences_per_micro_step
+        for micro_step in range(self._plan.num_micro_steps):
+            part = slice(micro_step * rows, (micro_step + 1) * rows)
+            self._runtime.seed(self._config.seed, step, micro_step)
+            is_last = micro_step == self._plan.num_micro_steps - 1
+            self._micro_step(*self._runtime.place(idx[part], targets[part]), is_last=is_last)
+        self._update(step)
+
+    def _micro_step(self, idx: torch.Tensor, targets: torch.Tensor, is_last: bool) -> None:
+        """Add one micro-batch's share to the gradient and to the loss."""
+        with self._runtime.sync_gradients(self.model, is_last):
+            with self._runtime.autocast():
+                _, loss = self.model(idx, targets)
+            loss = loss.float() / self._plan.num_micro_steps
+            self._runtime.backward(loss)
+        self._loss_sum += loss.detach()
+        # XLA: without this cut all micro steps become one program, too large for memory.
+        self._runtime.cut()
+
+    def _update(self, step: int) -> None:
+        """Clip the accumulated gradient once, step the optimizer, start the next sum at zero."""
+        runtime = self._runtime
+        self.grad_norm = runtime.clip(self.model, self._config.grad_clip)
+        self.loss = self._loss_sum.clone()
+        bad = ~torch.isfinite(self.loss + self.grad_norm) & (self.bad_step == 0)
+        self.bad_step = torch.where(bad, runtime.scalar(step), self.bad_step)
+        rate = learning_rate(self._config, step)
+        set_learning_rate(self.optimizer, runtime.scalar(rate) if runtime.is_xla else rate)
+        self._prepared_optimizer.step()
+        self._prepared_optimizer.zero_grad(set_to_none=not runtime.is_xla)
+        self._loss_sum.zero_()
+        runtime.cut()

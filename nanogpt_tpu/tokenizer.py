@@ -1,0 +1,256 @@
+"""Text to token ids and back: one class over byte-level BPE, GPT-2's or one's own, or plain bytes.
+
+    tokenizer = load_tokenizer("data")           # a folder or file holding tokenizer.json
+    ids = tokenizer.encode("Hello")               # ordinary text, always: no control id inside
+    tokenizer.decode(ids)
+
+Whatever its kind, a tokenizer is kept as a Hugging Face `tokenizer.json`, because Kaggle's TPU
+image can read that and has no tiktoken. Text is cleaned in one place, `clean_text`, for training
+and for prompts alike.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from nanogpt_tpu.errors import UserError
+
+EOT_TEXT = "<|endoftext|>"
+FILE_NAME = "tokenizer.json"
+GPT2_SHA256 = "ae1589b6422c4a21fbd8938ef7a2af401c4bc7e187a88dc9c07c7545cbcd758b"
+MIN_VOCAB_SIZE = 257  # 256 bytes and end-of-text: below that some text could not be encoded
+
+
+def _char_of_byte() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    chars = {byte: chr(byte) for byte in printable}
+    rest = [byte for byte in range(256) if byte not in chars]
+    chars.update({byte: chr(256 + n) for n, byte in enumerate(rest)})
+    return [chars[byte] for byte in range(256)]
+
+
+CHAR_OF_BYTE = _char_of_byte()
+BYTE_OF_CHAR = {char: byte for byte, char in enumerate(CHAR_OF_BYTE)}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def clean_text(text: str) -> str:
+    """What every document and every prompt goes through before encoding.
+
+    A byte-order mark at the start is dropped, CR LF becomes LF, and half of a surrogate pair
+    (from broken PDFs and JSON) becomes U+FFFD. Nothing else is touched.
+    """
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+class Tokenizer:
+    """A byte-level BPE with one end-of-text id. Any Unicode string round-trips exactly."""
+
+    def __init__(self, core: tokenizers.Tokenizer, fast: Any = None) -> None:
+        """Wrap a Hugging Face tokenizer; `fast` is a tiktoken encoding that gives the same ids."""
+        self._core = core
+        self._core.encode_special_tokens = True  # "<|endoftext|>" in a document is ordinary text
+        self._fast = fast
+        eot_id = core.token_to_id(EOT_TEXT)
+        if eot_id is None:
+            raise UserError(f"the tokenizer has no {EOT_TEXT} token: prepare the data again")
+        self.eot_id: int = eot_id
+        self.vocab_size: int = core.get_vocab_size()
+        self.sha256, num_merges = _identity(core)
+        self.kind = "bytes" if not num_merges else "bpe"
+        if self.sha256 == GPT2_SHA256:
+            self.kind = "gpt2"
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of cleaned text; never the end-of-text id."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of several texts, on all cores."""
+        texts = [clean_text(text) for text in texts]
+        if self.kind == "bytes":
+            return [list(text.encode()) for text in texts]
+        if self._fast is not None:
+            return self._fast.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+        return [encoding.ids for encoding in self._core.encode_batch_fast(texts)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; bytes that form no character become U+FFFD, end-of-text is left out."""
+        return b"".join(self.token_bytes(int(token)) for token in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one id stands for; none for end-of-text.
+
+        Raises:
+            UserError: the id is not in the vocabulary.
+        """
+        if token == self.eot_id:
+            return b""
+        piece = self._core.id_to_token(token)
+        if piece is None:
+            raise UserError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+        return bytes(BYTE_OF_CHAR[char] for char in piece)
+
+    def token_num_bytes(self) -> np.ndarray:
+        """Length in bytes of every id, int64 (vocab_size,): for bits per byte."""
+        lengths = [len(self.token_bytes(token)) for token in range(self.vocab_size)]
+        return np.array(lengths, dtype=np.int64)
+
+    def describe(self) -> dict[str, Any]:
+        """The tokenizer's entry in a manifest or a checkpoint; `sha256` is its identity."""
+        return {
+            "kind": self.kind,
+            "file": FILE_NAME,
+            "sha256": self.sha256,
+            "vocab_size": self.vocab_size,
+            "eot_id": self.eot_id,
+        }
+
+    def save(self, folder: Path) -> Path:
+        """Write `tokenizer.json` into `folder`."""
+        path = folder / FILE_NAME
+        partial = path.with_suffix(".json.tmp")
+        partial.write_text(self._core.to_str(), encoding="utf-8")
+        partial.replace(path)
+        return path
+
+
+def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer named "gpt2" or "bytes", or the one in a file or folder.
+
+    Raises:
+        UserError: nothing there, or the file is no byte-level BPE.
+    """
+    if source == "bytes":
+        return _bytes_tokenizer()
+    if source == "gpt2":
+        return _gpt2_tokenizer()
+    path = Path(source)
+    path = path / FILE_NAME if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"no tokenizer at {path}: give gpt2, bytes or a tokenizer.json")
+    try:
+        core = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
+        raise UserError(f"{path} is not a readable tokenizer.json ({error})") from error
+    return Tokenizer(core)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE on texts; the result may be smaller when the text runs out of pairs.
+
+    Raises:
+        UserError: vocab_size below 257 (256 bytes and end-of-text), or no text at all.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UserError(
+            f"a vocabulary of {vocab_size} is too small: at least {MIN_VOCAB_SIZE} "
+            "(256 bytes and end-of-text), so that any text can be encoded"
+        )
+    seen = False
+
+    def cleaned() -> Iterator[str]:
+        nonlocal seen
+        for text in texts:
+            if text.strip():
+                seen = True
+                yield clean_text(text)
+
+    core = _empty_core(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOT_TEXT],
+        initial_alphabet=CHAR_OF_BYTE,
+        show_progress=False,
+    )
+    core.train_from_iterator(cleaned(), trainer)
+    if not seen:
+        raise UserError("no text to train a tokenizer on: the source has only empty documents")
+    return Tokenizer(core)
+
+
+def _empty_core(model: tokenizers.models.Model) -> tokenizers.Tokenizer:
+    """A byte-level tokenizer around `model`: GPT-2's splitting rule, no normalization."""
+    core = tokenizers.Tokenizer(model)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    return core
+
+
+def _bytes_tokenizer() -> Tokenizer:
+    """256 ids that are the bytes themselves, and 256 for end-of-text."""
+    vocab = {char: byte for byte, char in enumerate(CHAR_OF_BYTE)}
+    core = _empty_core(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    core.add_special_tokens([EOT_TEXT])
+    return Tokenizer(core)
+
+
+def _gpt2_tokenizer() -> Tokenizer:
+    """GPT-2's vocabulary from tiktoken, rewritten as merges.
+
+    Raises:
+        UserError: tiktoken is missing, or its two vocabulary files can be neither found nor read.
+    """
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise UserError(
+            "tokenizer 'gpt2' needs tiktoken: pip install tiktoken, or give a tokenizer.json"
+        ) from error
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash ValueError
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR", "a folder named by TIKTOKEN_CACHE_DIR")
+        raise UserError(
+            f"tokenizer 'gpt2': its vocabulary could not be loaded ({type(error).__name__}); "
+            f"connect to the internet once, or put tiktoken's cached files into {folder}, "
+            "or give a tokenizer.json"
+        ) from error
+    ranks = encoding._mergeable_ranks
+    vocab = {_to_chars(token): rank for token, rank in ranks.items()}
+    merges = [
+        tuple(map(_to_chars, _parts(token, ranks, rank)))
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+        if len(token) > 1
+    ]
+    core = _empty_core(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    core.add_special_tokens([EOT_TEXT])
+    return Tokenizer(core, fast=encoding)
+
+
+def _to_chars(token: bytes) -> str:
+    return "".join(CHAR_OF_BYTE[byte] for byte in token)
+
+
+def _parts(token: bytes, ranks: dict[bytes, int], rank: int) -> list[bytes]:
+    """The two pieces whose merge made `token`: BPE on its bytes with only earlier merges."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pair_ranks = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
+        best = min(range(len(pair_ranks)), key=pair_ranks.__getitem__)
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts
+
+
+def _identity(core: tokenizers.Tokenizer) -> tuple[str, int]:
+    """sha256 over vocabulary, merges and splitting rule, and the number of merges.
+
+    The same whatever version of the library wrote the file.
+    """
+    content = json.loads(core.to_str())
+    merges = content["model"].get("merges")
+    if merges is None or (content["pre_tokenizer"] or {}).get("type") != "ByteLevel":
+        raise UserError("not a byte-level BPE: make one with prepare --train-tokenizer")
+    merges = [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in merges]
+    vocab = sorted(core.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+    canonical = json.dumps([vocab, merges], ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest(), len(merges)
