@@ -8,7 +8,9 @@
 Importing this package imports no torch and touches no device: names are loaded when first used.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -32,11 +34,25 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = ["__version__", *_MODULE_OF]
 
 
+class _Package(ModuleType):
+    """Lets a function keep its name although a module has the same one (`train`, `evaluate`).
+
+    Importing a submodule sets it as an attribute of its package, which would hide the function.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'nanogpt_tpu' has no attribute {name!r}")
     value = getattr(import_module(f"nanogpt_tpu.{_MODULE_OF[name]}"), name)
-    globals()[name] = value  # a function may share its module's name (train): the function wins
+    globals()[name] = value
     return value
 
 

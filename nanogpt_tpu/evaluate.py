@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.model import IGNORED_TARGET
 from nanogpt_tpu.runtime import Runtime
 from nanogpt_tpu.shards import Manifest, ShardLoader
 from nanogpt_tpu.tokenizer import load_tokenizer
-
-IGNORED_TARGET = -100  # PyTorch's own: a model that uses F.cross_entropy leaves these out
 
 
 class Evaluator:

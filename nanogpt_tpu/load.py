@@ -32,6 +32,11 @@ def load_checkpoint(
         raise UserError(
             f"{checkpoint.folder}: state.json has no model of ours ({error})"
         ) from error
+    if state.get("model_class") != GPT.__qualname__:
+        raise UserError(
+            f"{checkpoint.folder} holds the weights of a {state.get('model_class')}, not of a GPT: "
+            f"build that model yourself and load {MODEL} into it"
+        )
     model = GPT(config)
     try:
         model.load_state_dict(checkpoint.load(MODEL))

@@ -20,7 +20,7 @@ from nanogpt_tpu.attention import causal_attention
 from nanogpt_tpu.config import ModelConfig
 from nanogpt_tpu.errors import UserError
 
-IGNORED_TARGET = -100  # what PyTorch's cross_entropy ignores by default
+IGNORED_TARGET = -100  # PyTorch's own: any model that uses F.cross_entropy leaves these out
 NORM_EPS = 1e-5  # stated: the default of F.rms_norm depends on the dtype
 _MASKED_LOGIT = -1e30
 _ROPE_BASE = 10_000.0
@@ -154,8 +154,6 @@ class GPT(nn.Module):
         self.lm_head = None
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        padding = torch.arange(config.padded_vocab_size) >= config.vocab_size
-        self.register_buffer("is_padding", padding, persistent=False)  # (P,)
         self._init_weights()
 
     def _init_weights(self) -> None:
@@ -192,7 +190,9 @@ class GPT(nn.Module):
         """Hidden states (..., C) -> fp32 logits (..., P); those of padding ids are -1e30."""
         weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
         logits = F.linear(x, weight).float()
-        return logits.masked_fill(self.is_padding, _MASKED_LOGIT)
+        if self.config.vocab_size < self.config.padded_vocab_size:
+            logits[..., self.config.vocab_size :] = _MASKED_LOGIT
+        return logits
 
     def forward(
         self, idx: torch.Tensor, targets: torch.Tensor | None = None

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and whether it may."""
 
 import os
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from nanogpt_tpu import env
 from nanogpt_tpu.checkpoint import Checkpoint, newest_valid, open_checkpoint
 from nanogpt_tpu.config import TrainConfig
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.metrics import METRICS
 from nanogpt_tpu.shards import Manifest
 
 # Each of these decides the weights or the batches: a resumed run must share them.
@@ -53,6 +55,17 @@ def find_resume(config: TrainConfig, manifest: Manifest) -> tuple[Checkpoint | N
     except UserError as error:
         return None, [*lines, f"Not resuming from {checkpoint.folder}: {error}."]
     return checkpoint, [*lines, f"Resuming from {checkpoint.folder} at step {checkpoint.step}."]
+
+
+def carry_history(checkpoint: Checkpoint, run_dir: Path) -> None:
+    """Bring the metrics and samples of a run that goes on in another folder: one curve."""
+    source = checkpoint.folder.parent.parent
+    if source.resolve() == run_dir.resolve():
+        return
+    if (source / METRICS).is_file():
+        shutil.copyfile(source / METRICS, run_dir / METRICS)
+    if (source / "samples").is_dir():
+        shutil.copytree(source / "samples", run_dir / "samples", dirs_exist_ok=True)
 
 
 def _check(checkpoint: Checkpoint, config: TrainConfig, manifest: Manifest) -> None:

@@ -39,7 +39,7 @@ class Runtime:
         # would then store every fp32 tensor as bf16, master weights and moments included.
         self.accelerator = Accelerator(mixed_precision="no", cpu=kind == "cpu")
         self.device = self.accelerator.device
-        self.num_devices = self.mesh.size() if self.mesh else self.accelerator.num_processes
+        self.num_devices = int(self.mesh.size()) if self.mesh else self.accelerator.num_processes
         self.is_main = self.accelerator.is_main_process
         self.precision = precision
         self.num_host_reads = 0

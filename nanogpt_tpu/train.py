@@ -35,7 +35,7 @@ from nanogpt_tpu.evaluate import Evaluator
 from nanogpt_tpu.metrics import MetricsLog
 from nanogpt_tpu.model import GPT
 from nanogpt_tpu.optim import learning_rate
-from nanogpt_tpu.resume import find_resume
+from nanogpt_tpu.resume import carry_history, find_resume
 from nanogpt_tpu.runtime import Runtime
 from nanogpt_tpu.shards import Manifest, ShardLoader
 from nanogpt_tpu.step import TrainStep
@@ -82,13 +82,13 @@ def train(
         reason = None
         while reason is None:
             session.run_step()
-            if session.is_nan:
-                return session.result("nan")
             reason = stopper.reason(session.step, session.reserve_s)
             if session.step >= config.num_steps:
                 reason = "done"
             if session.is_time_to_save() or reason is not None:
                 session.save()
+            if session.is_nan:
+                reason = "nan"
     return session.result(reason)
 
 
@@ -114,6 +114,7 @@ class _Session:
             _load_weights(self._model, checkpoint)
         self._train_step = TrainStep(self._model, config, self._plan, self._runtime)
         self.step, self._val_loss = 0, None
+        self._resumed_from = checkpoint
         if checkpoint is not None:
             names = self._train_step.parameter_names()
             restore_optimizer(self._train_step.optimizer, names, checkpoint.load(OPTIMIZER))
@@ -160,6 +161,8 @@ class _Session:
             config_text = json.dumps(self.config.to_dict(), indent=1)
             (self._run_dir / "config.json").write_text(config_text + "\n", "utf-8")
             self._tokenizer.save(self._run_dir)
+            if self._resumed_from is not None:
+                carry_history(self._resumed_from, self._run_dir)
             self._log: MetricsLog | None = MetricsLog(self._run_dir, self.step)
         else:
             self._log = None

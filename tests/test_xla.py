@@ -1,0 +1,113 @@
+"""The TPU's path on eight virtual devices: same losses, same programs, exact resume.
+
+One process runs every scenario (tests/rehearse_xla.py); these tests assert on what it saw.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanogpt_tpu as ng
+from nanogpt_tpu.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed here"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("xla_data")
+    ng.prepare("demo", folder / "data", "bytes", max_tokens=100_000)
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def facts(data, tmp_path_factory):
+    script = Path(__file__).with_name("rehearse_xla.py")
+    # XLA: unoptimized programs compile several times as fast and compute the same.
+    environ = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environ.pop("USE_TORCH_XLA", None)
+    done = subprocess.run(
+        [sys.executable, str(script), str(data), str(tmp_path_factory.mktemp("xla"))],
+        env=environ, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
+    return json.loads(line.removeprefix("FACTS "))
+
+
+def test_it_really_runs_on_eight_xla_devices_with_the_batch_split(facts):
+    placement = facts["placement"]
+    assert placement["chosen"] == "xla-cpu:8"
+    assert placement["device"].startswith("xla")
+    assert placement["mesh"] == {"data": 8}
+    assert placement["num_devices"] == 8
+    assert placement["batch_sharding"] == "{devices=[8,1]0,1,2,3,4,5,6,7}"
+    assert placement["batch_kept"]
+    assert placement["fp32_is_fp32"]
+
+
+def test_losses_are_those_of_the_cpu(facts, data, tmp_path):
+    ng.train(
+        ng.preset(
+            "tiny",
+            data=str(data),
+            out=str(tmp_path / "cpu"),
+            device="cpu",
+            num_steps=10,
+            checkpoint_every=None,
+        )  # fmt: skip
+    )
+    records = read_metrics(tmp_path / "cpu")
+    cpu = [record["loss"] for record in records if "loss" in record]
+    assert facts["ten_losses"] == pytest.approx(cpu, rel=1e-4)
+    cpu_val = [record["val_loss"] for record in records if "val_loss" in record]
+    assert facts["ten_val_losses"] == pytest.approx(cpu_val, rel=1e-4)
+    assert cpu[-1] < cpu[0] - 0.5
+
+
+def test_no_new_program_after_the_first_step(facts):
+    """Also where bias corrections become exactly 1 and where the learning rate reaches 0."""
+    counts = facts["programs"]
+    assert counts["1"] == counts["2"] == counts["3"]
+    late = {number: count for number, count in counts.items() if int(number) >= 320}
+    assert len(late) == 12
+    assert len(set(late.values())) == 1
+    assert counts["320"] <= counts["3"] + 1  # the test's own writing of the step count
+
+
+def test_resume_is_exact_with_dropout_and_accumulation(facts):
+    assert facts["first_part_steps"] == list(range(1, 8))
+    assert facts["steps"] == [[1, n] for n in range(1, 8)] + [[2, n] for n in range(8, 21)]
+    assert facts["resume_losses"]
+    assert facts["resume_exact"]
+
+
+@pytest.mark.parametrize("dropout", ["0.0", "0.2"])
+def test_recomputed_activations_change_nothing(facts, dropout):
+    off, on = facts[f"recompute_{dropout}"]
+    assert off == on
+    assert len(off) == 5
+
+
+def test_bf16_stays_close_and_keeps_fp32_weights_and_moments(facts):
+    assert facts["bf16_state_dtypes"] == ["torch.float32"]
+    assert facts["bf16_losses"] == pytest.approx(facts["bf16_exact_losses"], rel=0.02)
+    assert facts["bf16_losses"] != facts["bf16_exact_losses"]
+
+
+def test_sampling_has_one_shape_and_makes_no_new_program(facts):
+    sampling = facts["sampling"]
+    assert sampling["shapes"] == [[1, 32]]
+    assert sampling["new_programs"] == 0
+    assert sampling["num_tokens"] == 40
+    assert sampling["max_id"] < 257
