@@ -20,14 +20,16 @@ _HOME = {
     "config": ("ModelConfig", "TrainConfig", "BatchPlan", "preset", "presets"),
     "env": ("patch_tpu_env", "input_dir", "working_dir"),
     "tokenizer": ("Tokenizer", "load_tokenizer", "train_tokenizer"),
-    "shards": ("ShardLoader", "Manifest"),
+    "shards": ("ShardLoader", "Manifest", "find_data"),
     "model": ("GPT",),
     "prepare": ("prepare",),
-    "inspection": ("inspect",),
+    "inspection": ("inspect", "draw_lengths"),
     "evaluate": ("evaluate",),
     "sample": ("generate", "sample"),
     "load": ("load_checkpoint",),
     "report": ("report",),
+    "plan": ("plan",),
+    "live": ("LiveCurve",),
     "train": ("train", "TrainResult"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

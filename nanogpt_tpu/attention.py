@@ -15,7 +15,9 @@ def causal_attention(
     """softmax(q k^T / sqrt(D)) v over each token and those before it.
 
     Args:
-        q, k, v: (B, H, T, D), any float dtype.
+        q: queries (B, H, T, D), any float dtype.
+        k: keys, as q.
+        v: values, as q.
         dropout: share of attention weights to drop; 0 outside training.
         kind: "sdpa", "xla", or "auto": xla on an XLA device, sdpa elsewhere.
 

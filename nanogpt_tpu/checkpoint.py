@@ -12,12 +12,14 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.shards import hash_file
@@ -79,7 +81,8 @@ def save_checkpoint(
     Args:
         run_dir: the run folder.
         state: all that a resume needs besides tensors; must hold "step".
-        model, optimizer: host tensors by name.
+        model: host tensors by name.
+        optimizer: host tensors by path, as `optimizer_tensors` names them.
         tokenizer: travels with the weights.
         keep_last: how many checkpoints stay.
 
@@ -99,7 +102,8 @@ def save_checkpoint(
         for name in (MODEL, OPTIMIZER, TOKENIZER_FILE):
             _sync_to_disk(partial / name)
             digests[name] = hash_file(partial / name)
-        committed = {"format_version": FORMAT_VERSION, **state, "sha256": digests}
+        marks = {"versions": _versions(), "sha256": digests}
+        committed = {"format_version": FORMAT_VERSION, **state, **marks}
         _write_json(partial / STATE, committed)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -160,6 +164,17 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
+def _versions() -> dict[str, str | None]:
+    """Versions of what computed these weights; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in ("nanogpt-tpu", "torch", "torch_xla", "accelerate", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     partial = path.with_suffix(".json.tmp")
     partial.write_text(json.dumps(values, indent=1, ensure_ascii=False), "utf-8")
@@ -170,6 +185,19 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 def _sync_to_disk(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into a model on the host.
+
+    Raises:
+        UserError: names or shapes differ; the first difference is given.
+    """
+    try:
+        model.load_state_dict(checkpoint.load(MODEL))
+    except RuntimeError as error:
+        first = str(error).splitlines()[-1].strip()
+        raise UserError(f"{checkpoint.folder}: weights do not fit the model: {first}") from error
 
 
 def optimizer_tensors(

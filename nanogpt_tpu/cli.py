@@ -10,26 +10,18 @@ import contextlib
 import json
 import os
 import sys
-import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from nanogpt_tpu import __version__, env
+from nanogpt_tpu import env
 from nanogpt_tpu.config import ModelConfig, TrainConfig, preset
 from nanogpt_tpu.errors import UserError, unknown_name
+from nanogpt_tpu.flags import make_parser
 
 Values = dict[str, Any]
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are a line of ours instead of its usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of exiting."""
-        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser, commands = _make_parser()
+    parser, commands = make_parser()
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
         raise unknown_name("command", argv[0], commands)
     args, unknown = parser.parse_known_args(argv)
@@ -58,102 +50,15 @@ def _run(argv: list[str]) -> int:
     # stdout belongs to the JSON object: whatever is printed for people moves to stderr
     redirect = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with redirect:
-        values = args.run(args)
+        values = _RUN[args.command](args)
     if args.json:
         print(json.dumps(values, ensure_ascii=False))
     return 1 if values.get("problems") or values.get("stopped_because") == "nan" else 0
 
 
-def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
-    """The parser, and those of its commands by name."""
-    parser = _Parser(prog="nanogpt-tpu", description="Train your own GPT from scratch.")
-    parser.add_argument("--version", action="version", version=f"nanogpt-tpu {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands: dict[str, _Parser] = {}
-
-    def command(name: str, run: Callable[[argparse.Namespace], Values], help: str) -> _Parser:
-        sub = subparsers.add_parser(name, help=help, description=help, allow_abbrev=False)
-        sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-        sub.set_defaults(run=run)
-        commands[name] = sub
-        return sub
-
-    sub = command("demo", _demo, "built-in text to a trained, sampled model in about two minutes")
-    sub.add_argument("--out", default=None, help="run folder (default: demo in runs/)")
-    sub.add_argument("--device", default="auto", help="as for train")
-
-    sub = command("prepare", _prepare, "documents to verified token shards")
-    sub.add_argument("source", nargs="+", help="demo, or files, folders, globs: .txt .md .jsonl")
-    sub.add_argument("--out", required=True, help="data folder to make")
-    sub.add_argument("--tokenizer", default="gpt2", help="gpt2, bytes or a tokenizer.json")
-    sub.add_argument("--train-tokenizer", type=_integer, metavar="VOCAB", help="train a BPE first")
-    sub.add_argument("--val-tokens", type=_integer, default=1_048_576)
-    sub.add_argument("--shard-tokens", type=_integer, default=100_000_000)
-    sub.add_argument("--max-tokens", type=_integer)
-    sub.add_argument("--text-field", default="text", help="field of a JSON line that has the text")
-
-    sub = command("inspect", _inspect, "verify hashes and ids of a data folder")
-    sub.add_argument("data")
-
-    sub = command("train", _train, "train, or go on training")
-    sub.add_argument("--config", help="config.json of an earlier run, to run it again")
-    _add_fields(sub, TrainConfig)
-    _add_fields(sub, ModelConfig)
-
-    sub = command("sample", _sample, "let a trained model write")
-    sub.add_argument("run_dir", metavar="RUN")
-    sub.add_argument("--prompt", default="", help="text to continue (default: a new document)")
-    sub.add_argument("--num-samples", type=_integer, default=1)
-    sub.add_argument("--max-new-tokens", type=_integer, default=128)
-    sub.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    sub.add_argument("--top-k", type=_optional(_integer), default=50, help="none turns it off")
-    sub.add_argument("--top-p", type=_optional(float), default=None)
-    sub.add_argument("--seed", type=_integer, default=1337)
-    sub.add_argument("--device", default="auto", help="as for train")
-
-    sub = command("eval", _eval, "loss, perplexity and bits per byte of a trained model")
-    sub.add_argument("run_dir", metavar="RUN")
-    sub.add_argument("--data", required=True)
-    sub.add_argument("--split", default="val", choices=("val", "train"))
-    sub.add_argument("--max-tokens", type=_integer)
-    sub.add_argument("--device", default="auto", help="as for train")
-
-    sub = command("report", _report, "draw the loss curve of a run, also of one that died")
-    sub.add_argument("run_dir", metavar="RUN")
-    return parser, commands
-
-
-def _integer(text: str) -> int:
-    """A whole number; 1e9 and 1_000 too."""
-    number = float(text)
-    if number != int(number):
-        raise ValueError(text)
-    return int(text) if text.lstrip("+-").isdecimal() else int(number)
-
-
-def _optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse`, or None for the word none."""
-
-    def parse_or_none(text: str) -> Any:
-        return None if text.lower() == "none" else parse(text)
-
-    parse_or_none.__name__ = getattr(parse, "__name__", "value").lstrip("_")
-    return parse_or_none
-
-
-def _add_fields(parser: argparse.ArgumentParser, config: type) -> None:
-    """A flag for every field of a config class; absent ones leave no attribute."""
-    for name, hint in typing.get_type_hints(config).items():
-        flag = "--" + name.replace("_", "-")
-        options = typing.get_args(hint)
-        kind = next((o for o in options if o is not types.NoneType), hint)
-        parse: Callable[[str], Any] = {int: _integer, float: float, str: str}.get(kind, str)
-        if kind is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(flag, action=action, default=argparse.SUPPRESS)
-        elif kind in (int, float, str):
-            parse = _optional(parse) if types.NoneType in options else parse
-            parser.add_argument(flag, type=parse, default=argparse.SUPPRESS)
+def _text(argument: str) -> str:
+    """A command-line argument as text, right in any locale."""
+    return os.fsencode(argument).decode("utf-8", "replace")
 
 
 def _demo(args: argparse.Namespace) -> Values:
@@ -174,14 +79,9 @@ def _prepare(args: argparse.Namespace) -> Values:
         val_tokens=args.val_tokens,
         shard_tokens=args.shard_tokens,
         max_tokens=args.max_tokens,
-        text_field=args.text_field,
+        text_field=_text(args.text_field),
     )
-    skipped = "".join(f", {n} skipped ({why})" for why, n in manifest.num_skipped.items())
-    print(
-        f"{args.out}: {manifest.num_documents:,} documents{skipped}; "
-        f"{manifest.num_tokens('train'):,} training and {manifest.num_tokens('val'):,} validation "
-        f"tokens; vocabulary {manifest.tokenizer['vocab_size']:,} ({manifest.tokenizer['kind']})"
-    )
+    print(f"{args.out}: {manifest}")
     print(f"Next: nanogpt-tpu train --preset demo --data {args.out} --out RUN")
     return manifest.to_dict()
 
@@ -214,7 +114,10 @@ def _train(args: argparse.Namespace) -> Values:
 
     result = train(config)
     print(f"Ended: {result.stopped_because} at step {result.step}; run folder {result.run_dir}")
-    print(f"Loss curve: {report(result.run_dir)}")
+    try:
+        print(f"Run card: {report(result.run_dir)}")
+    except UserError as error:  # nothing worth a picture, such as a first loss that is NaN
+        print(f"No run card: {error}")
     if result.stopped_because in ("session", "step", "signal"):
         print("To go on, start the same command again: it resumes from here.")
     elif result.stopped_because == "done":
@@ -242,13 +145,13 @@ def _sample(args: argparse.Namespace) -> Values:
     from nanogpt_tpu.runtime import Runtime
     from nanogpt_tpu.sample import sample
 
-    model, tokenizer, _ = load_checkpoint(args.run_dir)
+    model, tokenizer, _ = load_checkpoint(args.RUN)
     runtime = Runtime(args.device, "fp32")
     runtime.prepare(model)
     samples, tokens_per_s = sample(
         model,
         tokenizer,
-        os.fsencode(args.prompt).decode("utf-8", "replace"),  # right in any locale
+        _text(args.prompt),
         num_samples=args.num_samples,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -270,7 +173,7 @@ def _eval(args: argparse.Namespace) -> Values:
     from nanogpt_tpu.load import load_checkpoint
     from nanogpt_tpu.runtime import Runtime
 
-    model, _, _ = load_checkpoint(args.run_dir)
+    model, _, _ = load_checkpoint(args.RUN)
     runtime = Runtime(args.device, "fp32")
     scores = evaluate(
         model, args.data, split=args.split, max_tokens=args.max_tokens, runtime=runtime,
@@ -286,6 +189,17 @@ def _eval(args: argparse.Namespace) -> Values:
 def _report(args: argparse.Namespace) -> Values:
     from nanogpt_tpu.report import report
 
-    path = report(args.run_dir)
-    print(f"Loss curve: {path}")
-    return {"loss_picture": os.fspath(path)}
+    path = report(args.RUN)
+    print(f"Run card: {path}")
+    return {"run_card": os.fspath(path), "loss_picture": os.fspath(path.with_name("loss.png"))}
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], Values]] = {
+    "demo": _demo,
+    "prepare": _prepare,
+    "inspect": _inspect,
+    "train": _train,
+    "sample": _sample,
+    "eval": _eval,
+    "report": _report,
+}

@@ -5,29 +5,14 @@ makes a `BatchPlan`. A wrong value is refused here, with its number and the fix,
 is written. Knows no torch, no file, no device: standard library only.
 """
 
-import math
+import os
 from dataclasses import asdict, dataclass, field, fields
 from dataclasses import replace as dataclass_replace
 from typing import Any
 
-from nanogpt_tpu.errors import UserError, one_of, unknown_name
+from nanogpt_tpu.errors import UserError, between, one_of, positive, unknown_name, well_typed
 
 VOCAB_MULTIPLE = 128  # XLA: a TPU multiplies in 128-wide tiles; the vocabulary is padded to them
-
-
-def _positive(config: object, names: tuple[str, ...]) -> None:
-    """Refuse counts below 1; None (off) passes."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and (isinstance(value, bool) or not value >= 1):
-            raise UserError(f"{name} is {value}: it must be at least 1")
-
-
-def _between(config: object, names: tuple[str, ...], low: float, high: float) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and low <= value <= high):
-            raise UserError(f"{name} is {value}: it must lie between {low:g} and {high:g}")
 
 
 @dataclass(frozen=True)
@@ -57,12 +42,13 @@ class ModelConfig:
     """auto, sdpa (PyTorch's own) or xla (plain matrix products, the form XLA compiles)."""
 
     def __post_init__(self) -> None:
-        _positive(self, ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"))
+        well_typed(self)
+        positive(self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
         one_of("norm", self.norm, ("layernorm", "rmsnorm"))
         one_of("mlp", self.mlp, ("gelu", "relu2"))
         one_of("position", self.position, ("learned", "rope"))
         one_of("attention", self.attention, ("auto", "sdpa", "xla"))
-        _between(self, ("dropout",), 0.0, 0.99)
+        between(self, 0.0, 0.99, "dropout")
         if self.n_embd % self.n_head:
             near = round(self.n_embd / self.n_head) or 1
             raise UserError(
@@ -100,7 +86,8 @@ class BatchPlan:
     tokens_per_step: int
 
     def __post_init__(self) -> None:
-        _positive(self, ("micro_batch_size", "seq_len", "num_devices"))
+        well_typed(self)
+        positive(self, "micro_batch_size", "seq_len", "num_devices")
         unit = self.tokens_per_micro_step
         if self.tokens_per_step < 1 or self.tokens_per_step % unit:
             below = self.tokens_per_step // unit * unit
@@ -174,24 +161,28 @@ class TrainConfig:
     checkpoint_every: int | None = 1000
     checkpoint_minutes: float | None = 20.0
     keep_last: int = 2
+    sample_every: int | None = 1000
     resume: str = "auto"
     """auto (newest valid checkpoint in `out`), never, or a path to a run or checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
+        for name in ("data", "out", "resume"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
+        well_typed(self)
         if self.seq_len is None:
             object.__setattr__(self, "seq_len", self.model.block_size)
-        _positive(self, ("seq_len", "micro_batch_size", "num_steps", "log_every", "keep_last"))
-        _positive(self, ("eval_every", "eval_tokens", "checkpoint_every", "stop_after_step"))
+        positive(self, "seq_len", "micro_batch_size", "num_steps", "log_every", "keep_last")
+        positive(self, "eval_every", "eval_tokens", "checkpoint_every", "sample_every")
+        positive(self, "stop_after_step")
         one_of("schedule", self.schedule, ("cosine", "linear", "constant"))
         one_of("precision", self.precision, ("bf16", "fp32"))
-        _between(self, ("learning_rate", "weight_decay", "warmup_steps"), 0.0, 1e9)
-        _between(self, ("min_lr_ratio", "beta1", "beta2"), 0.0, 1.0)
-        _between(self, ("seed",), 0, 2**31 - 1)
-        for name in ("grad_clip", "session_hours", "checkpoint_minutes"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UserError(f"{name} is {value}: it must be above 0, or none to turn it off")
+        between(self, 0, 1e9, "learning_rate", "weight_decay", "warmup_steps")
+        between(self, 0.0, 1.0, "min_lr_ratio")
+        between(self, 0.0, 0.999999, "beta1", "beta2")
+        between(self, 0, 2**31 - 1, "seed")
+        positive(self, "grad_clip", "session_hours", "checkpoint_minutes")
         if self.context > self.model.block_size:
             raise UserError(
                 f"seq_len {self.seq_len} is over the model's block_size {self.model.block_size}: "
@@ -214,18 +205,17 @@ class TrainConfig:
 
     @property
     def eval_share(self) -> float:
-        """Share of the run's time that evaluation takes; a forward is a third of a training pass.
-
-        The first evaluation, before step 1, counts too.
-        """
+        """Share of the run's work that evaluations are; a forward is a third of a training pass."""
         if self.eval_every is None:
             return 0.0
-        num_evals = self.num_steps / self.eval_every + 1
+        num_evals = self.num_steps / self.eval_every + 1  # the one before step 1
         eval_work = num_evals * self.eval_tokens / 3
         return eval_work / (eval_work + self.num_steps * self.tokens_per_step)
 
     def replace(self, **changes: Any) -> "TrainConfig":
         """A copy with fields of this class or of `ModelConfig` changed, checked again."""
+        if (name := changes.get("preset", self.preset)) != self.preset:
+            raise UserError(f"preset is {self.preset!r} here: to have {name!r}, begin with it")
         return _with(self, changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,11 +227,11 @@ class TrainConfig:
         """Build from `to_dict`'s form (config.json).
 
         Raises:
-            UserError: an unknown field, named with its nearest neighbour.
+            UserError: an unknown field, named with its nearest neighbour; a value that is wrong.
         """
-        values = dict(values)
-        model = dict(values.pop("model", {}))
-        return _with(TrainConfig(), {**model, **values})
+        if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
+            raise UserError("a config is an object of settings, the model's in one named 'model'")
+        return _with(TrainConfig(), {**values.get("model", {}), **values, "model": ModelConfig()})
 
 
 MODEL_FIELDS = tuple(f.name for f in fields(ModelConfig))
@@ -255,10 +245,11 @@ def _with(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
             raise unknown_name("setting", name, (*TRAIN_FIELDS, *MODEL_FIELDS))
     model = changes.get("model", config.model)
     model_changes = {name: changes[name] for name in changes if name in MODEL_FIELDS}
+    if model_changes and isinstance(model, ModelConfig):
+        model = dataclass_replace(model, **model_changes)
     train_changes = {name: changes[name] for name in changes if name in TRAIN_FIELDS}
-    if "block_size" in model_changes and config.seq_len == config.model.block_size:
+    if config.seq_len == config.model.block_size:
         train_changes.setdefault("seq_len", None)  # it followed block_size: let it follow again
-    model = dataclass_replace(model, **model_changes)
     return dataclass_replace(config, model=model, **train_changes)
 
 
@@ -266,24 +257,24 @@ def _with(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
 _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": (
         "Ours, for tests: GPT-2's architecture at a size that trains in a blink.",
-        dict(
-            n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=257,
-            micro_batch_size=2, tokens_per_step=512, num_steps=20, warmup_steps=2,
-            learning_rate=3e-3, precision="fp32",
-            log_every=1, eval_every=10, eval_tokens=512, checkpoint_every=10,
-        ),
+        {
+            "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 257,
+            "micro_batch_size": 2, "tokens_per_step": 512, "num_steps": 20, "warmup_steps": 2,
+            "learning_rate": 3e-3, "precision": "fp32", "log_every": 1, "eval_every": 10,
+            "eval_tokens": 512, "checkpoint_every": 10, "sample_every": None,
+        },
     ),
     "demo": (
         "Ours, for laptops: a 4.2M-parameter GPT with the parts that learn fastest at this size "
         "(RoPE, RMSNorm, QK-norm, squared ReLU), about two minutes on two cores.",
-        dict(
-            n_layer=4, n_head=4, n_embd=256, block_size=256, vocab_size=4096,
-            norm="rmsnorm", mlp="relu2", position="rope", qk_norm=True, bias=False,
-            zero_init_residual=True,
-            micro_batch_size=16, tokens_per_step=4096, num_steps=200, warmup_steps=20,
-            learning_rate=3e-3, min_lr_ratio=0.05, precision="fp32",
-            log_every=5, eval_every=100, eval_tokens=32_768, checkpoint_every=50,
-        ),
+        {
+            "n_layer": 4, "n_head": 4, "n_embd": 256, "block_size": 256, "vocab_size": 4096,
+            "norm": "rmsnorm", "mlp": "relu2", "position": "rope", "qk_norm": True, "bias": False,
+            "zero_init_residual": True, "micro_batch_size": 16, "tokens_per_step": 4096,
+            "num_steps": 200, "warmup_steps": 20, "learning_rate": 3e-3, "min_lr_ratio": 0.05,
+            "precision": "fp32", "log_every": 5, "eval_every": 100, "eval_tokens": 32_768,
+            "checkpoint_every": 50, "sample_every": 50,
+        },
     ),
     "gpt2": (
         "The 124M model of Radford et al. 2019; batch, learning rate and warmup from the GPT-3 "
@@ -306,5 +297,4 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     """
     if name not in _PRESETS:
         raise unknown_name("preset", name, _PRESETS)
-    settings = {"preset": name, **_PRESETS[name][1], **changes}
-    return _with(TrainConfig(), settings)
+    return _with(TrainConfig(), {**_PRESETS[name][1], "preset": name, **changes})

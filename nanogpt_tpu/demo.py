@@ -59,7 +59,7 @@ def demo(out: Path | None, device: str) -> dict[str, Any]:
         f" (guessing among {VOCAB_SIZE:,} ids: {math.log(VOCAB_SIZE):.2f}); "
         f"{scores['bits_per_byte']:.2f} bits a byte\n"
         f"{share:.0%} of the words it wrote occur in its training text\n"
-        f"Loss curve: {report(folder / 'run')}\n\n"
+        f"Run card: {report(folder / 'run')}\n\n"
         f"Next:\n"
         f"  nanogpt-tpu sample {folder / 'run'} --prompt 'The list'\n"
         f"  nanogpt-tpu prepare my.txt --out data --train-tokenizer 4096    # your own text\n"

@@ -5,8 +5,10 @@ run before torch_xla or accelerate is imported, and says so when it is too late.
 hardware beyond the existence of device files. Standard library only.
 """
 
+import functools
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -38,9 +40,23 @@ def session_s() -> float:
     return time.monotonic() - SESSION_START_S
 
 
+@functools.cache
+def git_commit() -> str | None:
+    """The commit this package runs from, "-dirty" added if files differ; None if no checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None  # no git here: the card says "-"
+    return done.stdout.strip()
+
+
 def has_tpu() -> bool:
     """Whether this machine shows TPU chips and the software to use them."""
-    if not all(map(importlib.util.find_spec, ("torch_xla", "libtpu"))):
+    if not _has_xla() or importlib.util.find_spec("libtpu") is None:
         return False
     chips = (*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*"))
     return bool(chips)
@@ -62,6 +78,8 @@ def parse_device(device: str) -> tuple[str, int | None]:
         if count.isdecimal() and int(count) >= 1:
             return kind, int(count)
         raise UserError(f"device {device!r}: say how many virtual devices, such as xla-cpu:8")
+    if kind == "gpu":
+        raise UserError(f"unknown device {device!r}: say cuda (NVIDIA, AMD) or mps (Apple)")
     if colon or kind not in DEVICES:
         raise unknown_name("device", device, DEVICES)
     return kind, None
@@ -88,8 +106,8 @@ def env_changes(environ: Mapping[str, str], device: str) -> dict[str, str]:
 def patch_tpu_env(device: str = "auto") -> list[str]:
     """Prepare this process for `device` and return what was changed, one line each.
 
-    Must run before torch_xla and accelerate are imported. One device kind a process: a second
-    call may repeat the first one's choice, nothing else.
+    Must run before torch_xla and accelerate are imported. A process keeps to one XLA device kind;
+    kinds without XLA (auto, cuda, mps, cpu) may follow one another.
 
     Raises:
         UserError: unknown device; another kind was chosen before; too late; no such software;
@@ -98,21 +116,15 @@ def patch_tpu_env(device: str = "auto") -> list[str]:
     global _chosen
     parse_device(device)
     wanted = _resolve(device)
-    if _chosen == wanted:
-        return []
-    if _chosen is not None and "xla-cpu" not in wanted and "xla-cpu" not in _chosen:
-        both_plain = "tpu" not in (_chosen, wanted)
-        if both_plain:
-            _chosen = wanted
-            return []
-    if _chosen is not None:
+    if _chosen not in (None, wanted) and (_is_xla(wanted) or _is_xla(chosen_device())):
         raise UserError(
             f"this process already runs on {_chosen!r}, {wanted!r} was asked: one device kind a "
             "process; restart Python (on Kaggle: Run > Restart session) and choose it first"
         )
     _refuse_bf16_flags(wanted)
     changes = env_changes(os.environ, wanted)
-    late = [name for name in ("torch_xla", "accelerate") if name in sys.modules]
+    # Where torch_xla is not installed, Accelerate has no XLA to choose: never too late.
+    late = [name for name in ("torch_xla", "accelerate") if name in sys.modules and _has_xla()]
     if changes and late:
         raise UserError(
             f"{' and '.join(late)} was imported before the device was chosen, too late to set "
@@ -123,19 +135,26 @@ def patch_tpu_env(device: str = "auto") -> list[str]:
     return [f"{name}={value}" for name, value in changes.items()]
 
 
+def _has_xla() -> bool:
+    return importlib.util.find_spec("torch_xla") is not None
+
+
+def _is_xla(device: str) -> bool:
+    return parse_device(device)[0] in ("tpu", "xla-cpu")
+
+
 def _resolve(device: str) -> str:
     """`device` with "auto" decided as far as it can be without torch, and its software present."""
     if device == "auto":
         if _chosen is not None:
             return _chosen
         return "tpu" if has_tpu() else "auto"
-    kind, _ = parse_device(device)
-    if kind in ("tpu", "xla-cpu") and importlib.util.find_spec("torch_xla") is None:
+    if _is_xla(device) and not _has_xla():
         raise UserError(
             f"device {device!r} needs torch_xla, which is not installed: on Kaggle choose the "
             "accelerator TPU v5e-8; on Linux x86-64 pip install torch_xla==2.8.0; or --device cpu"
         )
-    if kind == "tpu" and not has_tpu():
+    if device == "tpu" and not has_tpu():
         raise UserError(
             "device 'tpu': no TPU chip on this machine; on Kaggle choose the accelerator "
             "TPU v5e-8 (a phone-verified account); to rehearse here use --device xla-cpu:8"
@@ -146,7 +165,7 @@ def _resolve(device: str) -> str:
 def _refuse_bf16_flags(device: str) -> None:
     """XLA: these flags store every fp32 tensor as bf16, master weights and moments included."""
     on = [name for name in _REFUSED if os.environ.get(name, "0").lower() not in ("", "0", "false")]
-    if on and device.startswith(("tpu", "xla-cpu")):
+    if on and _is_xla(device):
         raise UserError(
             f"{on[0]}={os.environ[on[0]]} is set: torch_xla would store all fp32 tensors as bf16 "
             f"(1 + 1e-4 == 1), optimizer state included; unset it, precision is set in the config"

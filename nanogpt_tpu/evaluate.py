@@ -64,11 +64,12 @@ class Evaluator:
         total = runtime.zero()
         with torch.no_grad():
             for index in range(-(-self.num_windows // self._rows)):
-                idx, targets, num_rows = self.batch(index)
-                weight = runtime.scalar(num_rows / self.num_windows)
+                idx, targets, num_real = self.batch(index)
                 with runtime.autocast():
                     _, loss = model(*runtime.place(idx, targets))
-                total = total + loss * weight
+                if rows := runtime.rows_here(num_real, self._rows):
+                    share = rows * runtime.num_processes / self.num_windows
+                    total = total + loss * runtime.scalar(share)
                 runtime.cut()
         model.train(was_training)
         return runtime.read(total)[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.shards import Manifest, ShardInfo, hash_file, read_shard
@@ -66,6 +67,44 @@ def _check_tokenizer(folder: Path, described: dict[str, Any]) -> list[str]:
         tokenizer = load_tokenizer(folder)
     except UserError as error:
         return [str(error)]
-    if tokenizer.sha256 != described["sha256"]:
-        return [f"{folder / described['file']} is not the tokenizer that made these shards"]
+    found = tokenizer.describe()
+    differing = [key for key in ("sha256", "vocab_size", "eot_id") if found[key] != described[key]]
+    if differing:
+        return [
+            f"{folder / found['file']} is not the tokenizer that made these shards: "
+            f"{', '.join(differing)} differ from the manifest"
+        ]
     return []
+
+
+def draw_lengths(data: str | os.PathLike[str]) -> Path:
+    """Draw how long the documents are, in tokens, on a logarithmic axis; mean and median marked.
+
+    Returns the path of lengths.png in the data folder.
+
+    Raises:
+        UserError: no data there.
+    """
+    folder = Path(data)
+    manifest = Manifest.load(folder)
+    eot_id = manifest.tokenizer["eot_id"]
+    starts, offset = [], 0
+    for shards in manifest.splits.values():
+        for shard in shards:
+            tokens = read_shard(folder / shard.file)
+            starts.append(np.flatnonzero(tokens == eot_id) + offset)
+            offset += tokens.size
+    lengths = np.diff(np.append(np.concatenate(starts), offset)) - 1  # without end-of-text
+    figure = Figure(figsize=(8, 3.6), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    axes.hist(
+        lengths, bins=list(np.geomspace(1, max(2, lengths.max()), 40)), color="#3563c9", alpha=0.8
+    )
+    for value, name, style in ((lengths.mean(), "mean", "-"), (np.median(lengths), "median", "--")):
+        axes.axvline(value, color="#d2600f", linestyle=style, label=f"{name} {value:,.0f}")
+    axes.set(xscale="log", xlabel="tokens in a document", ylabel="documents")
+    axes.set_title(f"{lengths.size:,} documents, {offset:,} tokens")
+    axes.legend(frameon=False)
+    path = folder / "lengths.png"
+    figure.savefig(path)
+    return path

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from nanogpt_tpu.checkpoint import MODEL, open_checkpoint
+from nanogpt_tpu.checkpoint import MODEL, load_weights, open_checkpoint
 from nanogpt_tpu.config import ModelConfig
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.model import GPT
@@ -38,11 +38,7 @@ def load_checkpoint(
             f"build that model yourself and load {MODEL} into it"
         )
     model = GPT(config)
-    try:
-        model.load_state_dict(checkpoint.load(MODEL))
-    except RuntimeError as error:
-        first = str(error).splitlines()[-1].strip()
-        raise UserError(f"{checkpoint.folder}: weights do not fit its config: {first}") from error
+    load_weights(model, checkpoint)
     tokenizer = load_tokenizer(checkpoint.folder)
     if tokenizer.sha256 != state["tokenizer"]["sha256"]:
         raise UserError(f"{checkpoint.folder}: tokenizer.json is not the one it was trained with")

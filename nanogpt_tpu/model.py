@@ -142,6 +142,8 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.wpe = None
+        self.rope_cos: torch.Tensor  # buffers, only with rope
+        self.rope_sin: torch.Tensor
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
@@ -222,3 +224,10 @@ class GPT(nn.Module):
         padding = (config.padded_vocab_size - config.vocab_size) * config.n_embd
         total = sum(param.numel() for param in self.parameters())
         return total - padding * (1 if self.lm_head is None else 2)
+
+
+def num_params(model: nn.Module) -> int:
+    """Trainable parameters of any module; of a GPT without padding rows."""
+    if isinstance(model, GPT):
+        return model.num_params()
+    return sum(param.numel() for param in model.parameters())

@@ -12,19 +12,186 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.shards import MANIFEST, SPLITS, Manifest, ShardInfo, shard_name, write_shard
+from nanogpt_tpu.errors import UserError, between, positive, well_typed
+from nanogpt_tpu.shards import MANIFEST, Manifest, ShardInfo, read_shard, shard_name, write_shard
 from nanogpt_tpu.sources import Reader
 from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
 from nanogpt_tpu.tokenizer import train_tokenizer as learn_tokenizer
 
 BATCH_DOCUMENTS = 256
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a data folder was made; the manifest keeps it, to know the same call again."""
+
+    source_bytes: int
+    tokenizer: str | None
+    train_tokenizer: int | None
+    val_tokens: int
+    shard_tokens: int
+    max_tokens: int | None
+    text_field: str
+
+    def __post_init__(self) -> None:
+        well_typed(self)
+        positive(self, "train_tokenizer", "max_tokens")
+        between(self, 0, 2**40, "val_tokens")
+        between(self, 1, 2**31 - 1, "shard_tokens")  # its header counts in int32
+
+
+def prepare(
+    source: PathLike | Sequence[PathLike],
+    out: PathLike,
+    tokenizer: PathLike = "gpt2",
+    *,
+    train_tokenizer: int | None = None,
+    val_tokens: int = 1_048_576,
+    shard_tokens: int = 100_000_000,
+    max_tokens: int | None = None,
+    text_field: str = "text",
+) -> Manifest:
+    """Turn documents into token shards in folder `out`; nothing appears there before all is done.
+
+    Args:
+        source: "demo", or files, folders and globs of .txt, .md (one document each) and .jsonl.
+        out: the data folder; made if missing, refused if it holds other data.
+        tokenizer: "gpt2", "bytes", or a tokenizer.json; not used when train_tokenizer is given.
+        train_tokenizer: size of a byte-level BPE to train on the source itself.
+        val_tokens: the most tokens of the validation split; 0 for none.
+        shard_tokens: tokens in a full shard.
+        max_tokens: stop after so many.
+        text_field: the field of a JSON line that holds its text.
+
+    Raises:
+        UserError: missing, empty or undecodable source; bad sizes; folder not writable or taken.
+    """
+    names = (source,) if isinstance(source, str | os.PathLike) else tuple(source)
+    reader = Reader(tuple(os.fspath(name) for name in names), text_field)
+    name = None if train_tokenizer is not None else _as_text(tokenizer)
+    settings = Settings(
+        reader.num_bytes, name, train_tokenizer, val_tokens, shard_tokens, max_tokens, text_field
+    )
+    folder = Path(out)
+    return _existing(folder, reader, settings) or _make(folder, reader, tokenizer, settings)
+
+
+def _as_text(path: PathLike) -> str:
+    """A path for people to read and for JSON to hold, the same in every locale."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def _source(reader: Reader) -> str:
+    return " ".join(map(_as_text, reader.sources))
+
+
+def _existing(folder: Path, reader: Reader, settings: Settings) -> Manifest | None:
+    """The manifest already in `folder` if it was made from the same source in the same way."""
+    if not (folder / MANIFEST).exists():
+        if any(folder.glob("*.bin")):
+            raise UserError(f"{folder} holds shards of something else: choose another --out")
+        return None
+    manifest = Manifest.load(folder)
+    then = {"source": manifest.source, **manifest.settings}
+    now = {"source": _source(reader), **asdict(settings)}
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            raise UserError(
+                f"{folder} already holds data made with {name} {then.get(name)!r}, now it is "
+                f"{now.get(name)!r}: choose another --out, or delete that one"
+            )
+    for shards in manifest.splits.values():
+        for shard in shards:
+            read_shard(folder / shard.file)
+    print(f"{folder} already holds this data: nothing to do", file=sys.stderr)
+    return manifest
+
+
+def _make(folder: Path, reader: Reader, tokenizer: PathLike, settings: Settings) -> Manifest:
+    with _staging(folder) as staging:
+        if settings.train_tokenizer is not None:
+            chosen = learn_tokenizer(reader, settings.train_tokenizer)
+        else:
+            chosen = load_tokenizer(tokenizer)
+        manifest = _write_all(reader, chosen, staging, settings)
+        chosen.save(staging)
+        for path in sorted(staging.iterdir()):
+            path.replace(folder / path.name)
+        manifest.save(folder)
+    for line in reader.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    return manifest
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A folder inside `folder` to write into; a failure leaves nothing of what was made here."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    staging = folder / ".partial"
+    try:
+        shutil.rmtree(staging, ignore_errors=True)  # left by a killed run
+        staging.mkdir(parents=True)
+        yield staging
+    except OSError as error:
+        raise UserError(f"data folder {folder} cannot be written ({error.strerror})") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        for path in missing:
+            with suppress(OSError):  # not empty: all went well
+                path.rmdir()
+
+
+def _write_all(reader: Reader, tokenizer: Tokenizer, folder: Path, settings: Settings) -> Manifest:
+    """Encode every document and write both splits into `folder`."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    splitter = Splitter(folder, settings.val_tokens, settings.shard_tokens, dtype)
+    num_documents = num_tokens = 0
+    with tqdm(desc="tokens", unit="tok", unit_scale=True, disable=None) as progress:
+        for document in _encode(reader, tokenizer, dtype):
+            if settings.max_tokens is not None:
+                document = document[: settings.max_tokens - num_tokens]
+            splitter.add(document)
+            num_documents += 1
+            num_tokens += document.size
+            progress.update(document.size)
+            if num_tokens == settings.max_tokens:
+                break
+    if num_documents == 0:
+        skipped = ", ".join(f"{n} {why}" for why, n in reader.num_skipped.items()) or "no document"
+        raise UserError(f"source {_source(reader)!r} has no text: {skipped}")
+    return Manifest(
+        tokenizer=tokenizer.describe(),
+        splits=splitter.close(),
+        num_documents=num_documents,
+        num_skipped=dict(reader.num_skipped),
+        source=_source(reader),
+        settings=asdict(settings),
+    )
+
+
+def _encode(reader: Reader, tokenizer: Tokenizer, dtype: Any) -> Iterator[np.ndarray]:
+    """Each document's ids, preceded by end-of-text."""
+    batch: list[str] = []
+
+    def flush() -> Iterator[np.ndarray]:
+        for ids in tokenizer.encode_batch(batch):
+            yield np.array([tokenizer.eot_id, *ids], dtype=dtype)
+        batch.clear()
+
+    for text in reader:
+        batch.append(text)
+        if len(batch) == BATCH_DOCUMENTS:
+            yield from flush()
+    yield from flush()
 
 
 class ShardWriter:
@@ -54,165 +221,44 @@ class ShardWriter:
             self._used = 0
 
 
-def prepare(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    out: str | os.PathLike[str],
-    tokenizer: str | os.PathLike[str] = "gpt2",
-    *,
-    train_tokenizer: int | None = None,
-    val_tokens: int = 1_048_576,
-    shard_tokens: int = 100_000_000,
-    max_tokens: int | None = None,
-    text_field: str = "text",
-) -> Manifest:
-    """Turn documents into token shards in folder `out`; nothing appears there before all is done.
+class Splitter:
+    """Sends the first documents to validation and the others to training."""
 
-    Args:
-        source: "demo", or files, folders and globs of .txt, .md (one document each) and .jsonl.
-        out: the data folder; made if missing, refused if it holds other data.
-        tokenizer: "gpt2", "bytes", or a tokenizer.json; not used when train_tokenizer is given.
-        train_tokenizer: size of a byte-level BPE to train on the source itself.
-        val_tokens: the most tokens of the validation split; 0 for none.
-        shard_tokens: tokens in a full shard.
-        max_tokens: stop reading after about this many.
-        text_field: the field of a JSON line that holds its text.
+    def __init__(self, folder: Path, val_tokens: int, shard_tokens: int, dtype: Any) -> None:
+        self._val_tokens = val_tokens
+        self._train = ShardWriter(folder, "train", shard_tokens, dtype)
+        self._val = ShardWriter(folder, "val", shard_tokens, dtype)
+        self._head: list[np.ndarray] | None = []  # held back until the validation cut is known
+        self._head_tokens = 0
 
-    Raises:
-        UserError: missing, empty or undecodable source; bad sizes; folder not writable or taken.
-    """
-    names = (source,) if isinstance(source, str | os.PathLike) else tuple(source)
-    _check_sizes(val_tokens=val_tokens + 1, shard_tokens=shard_tokens, max_tokens=max_tokens)
-    reader = Reader(tuple(os.fspath(name) for name in names), text_field)
-    settings = {
-        "tokenizer": f"train {train_tokenizer}" if train_tokenizer else os.fspath(tokenizer),
-        "val_tokens": val_tokens,
-        "shard_tokens": shard_tokens,
-        "max_tokens": max_tokens,
-        "text_field": text_field,
-    }
-    folder = Path(out)
-    existing = _existing(folder, " ".join(reader.sources), settings)
-    if existing is not None:
-        return existing
-    chosen = (
-        learn_tokenizer(reader, train_tokenizer) if train_tokenizer else load_tokenizer(tokenizer)
-    )
-    made_folder = not folder.exists()
-    staging = folder / ".partial"
-    try:
-        staging.mkdir(parents=True)
-        manifest = _write_all(reader, chosen, staging, settings)
-        chosen.save(staging)
-        for path in sorted(staging.iterdir()):
-            path.replace(folder / path.name)
-        manifest.save(folder)
-    except OSError as error:
-        raise UserError(f"data folder {folder} cannot be written ({error.strerror})") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if made_folder and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-    for line in reader.warnings:
-        print(f"warning: {line}", file=sys.stderr)
-    return manifest
+    def add(self, document: np.ndarray) -> None:
+        """Take the next document."""
+        if self._head is None:
+            self._train.add(document)
+            return
+        self._head.append(document)
+        self._head_tokens += document.size
+        if self._head_tokens >= 10 * self._val_tokens:
+            self._cut(self._head)
+            self._head = None
 
+    def close(self) -> dict[str, list[ShardInfo]]:
+        """Write what is left; the shards of each split."""
+        if self._head:
+            self._cut(self._head)
+        self._train.close()
+        self._val.close()
+        return {"train": self._train.shards, "val": self._val.shards}
 
-def _check_sizes(**sizes: int | None) -> None:
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise UserError(f"{name} is too small: it must be at least 1 (val_tokens at least 0)")
+    def _cut(self, head: list[np.ndarray]) -> None:
+        """Send a tenth of `head`, at most val_tokens, to validation and the rest to training.
 
-
-def _existing(folder: Path, source: str, settings: dict[str, Any]) -> Manifest | None:
-    """The manifest already in `folder` if it was made from the same source in the same way."""
-    if not (folder / MANIFEST).exists():
-        shutil.rmtree(folder / ".partial", ignore_errors=True)  # left by a killed run
-        return None
-    manifest = Manifest.load(folder)
-    if (manifest.source, manifest.settings) != (source, settings):
-        raise UserError(
-            f"{folder} already holds data made from {manifest.source!r} with other settings: "
-            "choose another --out, or delete it"
-        )
-    return manifest
-
-
-def _write_all(
-    reader: Reader, tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]
-) -> Manifest:
-    """Encode every document and write both splits into `folder`."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    val_tokens, max_tokens = settings["val_tokens"], settings["max_tokens"]
-    splits = {
-        split: ShardWriter(folder, split, size, dtype)
-        for split, size in (("val", max(1, val_tokens)), ("train", settings["shard_tokens"]))
-    }
-    head: list[np.ndarray] | None = []  # documents held back until the validation cut is known
-    num_documents = num_tokens = head_tokens = 0
-    progress = tqdm(desc="tokens", unit="tok", unit_scale=True, disable=None)
-    for document in _encode(reader, tokenizer, dtype):
-        num_documents += 1
-        num_tokens += document.size
-        progress.update(document.size)
-        if head is None:
-            splits["train"].add(document)
-        else:
-            head.append(document)
-            head_tokens += document.size
-            if head_tokens >= 10 * val_tokens:
-                _cut_head(head, head_tokens, splits, val_tokens)
-                head = None
-        if max_tokens is not None and num_tokens >= max_tokens:
-            break
-    progress.close()
-    if head is not None:
-        _cut_head(head, head_tokens, splits, val_tokens)
-    if num_documents == 0:
-        skipped = ", ".join(f"{n} {why}" for why, n in reader.num_skipped.items()) or "no document"
-        raise UserError(f"source {' '.join(reader.sources)!r} has no text: {skipped}")
-    for writer in splits.values():
-        writer.close()
-    return Manifest(
-        tokenizer=tokenizer.describe(),
-        splits={split: splits[split].shards for split in SPLITS},
-        num_documents=num_documents,
-        num_skipped=dict(reader.num_skipped),
-        source=" ".join(reader.sources),
-        settings=settings,
-    )
-
-
-def _encode(reader: Reader, tokenizer: Tokenizer, dtype: Any) -> Iterator[np.ndarray]:
-    """Each document's ids, preceded by end-of-text."""
-    batch: list[str] = []
-
-    def flush() -> Iterator[np.ndarray]:
-        for ids in tokenizer.encode_batch(batch):
-            yield np.array([tokenizer.eot_id, *ids], dtype=dtype)
-        batch.clear()
-
-    for text in reader:
-        batch.append(text)
-        if len(batch) == BATCH_DOCUMENTS:
-            yield from flush()
-    yield from flush()
-
-
-def _cut_head(
-    head: list[np.ndarray], head_tokens: int, splits: dict[str, ShardWriter], val_tokens: int
-) -> None:
-    """Send the first documents to validation: a tenth of `head`, at most `val_tokens`.
-
-    Whole documents, unless the one at the cut is so long that keeping it whole would more than
-    double the split: then it is cut inside.
-    """
-    wanted = min(val_tokens, head_tokens // 10)
-    taken = 0
-    for document in head:
-        if taken >= wanted:
-            splits["train"].add(document)
-            continue
-        room = document.size if taken + document.size <= 2 * wanted else wanted - taken
-        splits["val"].add(document[:room])
-        splits["train"].add(document[room:])
-        taken += room
+        The documents that fit whole, if they fill half of that; else the next is cut inside.
+        """
+        wanted = min(self._val_tokens, self._head_tokens // 10)
+        ends = np.cumsum([document.size for document in head])
+        num_whole = int(ends[ends <= wanted].max(initial=0))
+        num_val = num_whole if num_whole >= wanted / 2 else wanted
+        tokens = np.concatenate(head)
+        self._val.add(tokens[:num_val])
+        self._train.add(tokens[num_val:])

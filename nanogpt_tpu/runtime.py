@@ -7,7 +7,7 @@ weights are whole on every chip.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from nanogpt_tpu import env
 from nanogpt_tpu.errors import UserError
 
+Decision = TypeVar("Decision")
 _XLA_MESH: Any = None  # XLA: SPMD can be switched on once a process
 
 
@@ -40,6 +41,7 @@ class Runtime:
         self.accelerator = Accelerator(mixed_precision="no", cpu=kind == "cpu")
         self.device = self.accelerator.device
         self.num_devices = int(self.mesh.size()) if self.mesh else self.accelerator.num_processes
+        self.num_processes = self.accelerator.num_processes
         self.is_main = self.accelerator.is_main_process
         self.precision = precision
         self.num_host_reads = 0
@@ -90,9 +92,23 @@ class Runtime:
             return xm.send_cpu_data_to_device(
                 [tensor.contiguous() for tensor in tensors], self.device, input_sharding=sharding
             )
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        world, rank = self.num_processes, self.accelerator.process_index
         rows = [tensor.chunk(world)[rank] for tensor in tensors]
         return [part.to(self.device, non_blocking=True) for part in rows]
+
+    def rows_here(self, num_real: int, num_rows: int) -> int:
+        """How many of a batch's first `num_real` rows `place` leaves to this process."""
+        world, rank = self.num_processes, self.accelerator.process_index
+        share = num_rows // world
+        return max(0, min(share, num_real - rank * share))
+
+    def agree(self, decision: Decision) -> Decision:
+        """The main process's decision, in every process: all stop and save at the same step."""
+        if self.num_processes == 1:
+            return decision
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([decision])[0]
 
     def scalar(self, value: float) -> torch.Tensor:
         """A number on the device, fp32."""
@@ -142,7 +158,7 @@ class Runtime:
     def read(self, *tensors: torch.Tensor) -> list[float]:
         """Values of device scalars on the host, averaged over processes. Stalls the device."""
         self.num_host_reads += 1
-        if self.accelerator.num_processes > 1:
+        if self.num_processes > 1:
             tensors = tuple(self.accelerator.reduce(t.clone(), "mean") for t in tensors)
         return [float(tensor) for tensor in tensors]
 
@@ -180,16 +196,18 @@ class Runtime:
         for block in blocks:
             block.forward = _recomputed(block.forward, self.is_xla)
 
-    def state_to_host(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of tensors in host memory, apart from the ones that training goes on to change."""
+    def to_host(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies in host memory, apart from the tensors that training goes on to change."""
         self.cut(wait=True)
-        return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def _check_present(kind: str) -> None:
     """Refuse a device that is not there, instead of running on another one."""
-    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if kind in there and not there[kind]():
+    is_missing = (kind == "cuda" and not torch.cuda.is_available()) or (
+        kind == "mps" and not torch.backends.mps.is_available()
+    )
+    if is_missing:
         raise UserError(
             f"device {kind!r}: PyTorch {torch.__version__} finds none on this machine; use "
             "--device cpu, or --device auto to take what is there"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanogpt_tpu import env
 from nanogpt_tpu.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ FORMATS: dict[int, tuple[int, type[np.unsignedinteger]]] = {
 }
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
+_AGAIN = "copy it again, or delete its folder and prepare the data again"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data folder holds: its tokenizer, its shards with their hashes, and how it was made."""
+    """What a data folder holds: its tokenizer, its shards with hashes, and how it was made."""
 
     tokenizer: dict[str, Any]
     splits: dict[str, list[ShardInfo]]
@@ -56,6 +58,14 @@ class Manifest:
     def num_tokens(self, split: str) -> int:
         """Tokens in a split; 0 when it has none."""
         return sum(shard.num_tokens for shard in self.splits.get(split, []))
+
+    def __str__(self) -> str:
+        skipped = "".join(f", {n} skipped ({why})" for why, n in self.num_skipped.items())
+        return (
+            f"{self.num_documents:,} documents{skipped}; {self.num_tokens('train'):,} training and "
+            f"{self.num_tokens('val'):,} validation tokens; vocabulary "
+            f"{self.tokenizer['vocab_size']:,} ({self.tokenizer['kind']})"
+        )
 
     @property
     def identity(self) -> str:
@@ -86,18 +96,38 @@ class Manifest:
             raise UserError(f"data {str(folder)!r}: {what}; make it with: nanogpt-tpu prepare")
         try:
             values = json.loads(path.read_text("utf-8"))
+            version = values["format_version"]
+            if version != 1:
+                raise UserError(f"{path} has format_version {version!r}, this program reads 1")
             splits = {
                 split: [ShardInfo(**shard) for shard in shards]
                 for split, shards in values.pop("splits").items()
             }
-            manifest = Manifest(splits=splits, **values)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if missing := {"sha256", "vocab_size", "eot_id"} - values["tokenizer"].keys():
+                raise KeyError(f"tokenizer has no {' and no '.join(sorted(missing))}")
+            return Manifest(splits=splits, **values)
+        except UserError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{path} is not a manifest of ours ({error}); prepare again") from error
-        if manifest.format_version != 1:
-            raise UserError(
-                f"{path} has format_version {manifest.format_version}, this program reads 1"
-            )
-        return manifest
+
+
+def find_data(folder: str | os.PathLike[str] | None = None) -> Path:
+    """The data folder in or below `folder`; below the read-only inputs unless given.
+
+    Raises:
+        UserError: none there, or several; their names are given.
+    """
+    root = env.input_dir() if folder is None else Path(folder)
+    found = sorted(path.parent for path in root.rglob(MANIFEST))
+    if not found:
+        raise UserError(
+            f"no data under {root}: attach the output of data-prep (Add input), or give the folder"
+        )
+    if len(found) > 1:
+        names = ", ".join(str(path) for path in found)
+        raise UserError(f"several data folders under {root}: say which of {names}")
+    return found[0]
 
 
 def shard_name(split: str, index: int) -> str:
@@ -129,10 +159,10 @@ def read_shard(path: Path) -> np.ndarray:
         UserError: missing, foreign or shortened file; the numbers are given.
     """
     if not path.is_file():
-        raise UserError(f"shard {path} is missing: prepare the data again")
+        raise UserError(f"shard {path} is missing: {_AGAIN}")
     size_bytes = path.stat().st_size
     if size_bytes < HEADER_BYTES:
-        raise UserError(f"shard {path} is cut short: {size_bytes} bytes, less than its header")
+        raise UserError(f"shard {path} holds {size_bytes} bytes, less than its header: {_AGAIN}")
     header = np.fromfile(path, dtype=np.int32, count=HEADER_INT32)
     magic, version, num_tokens = (int(value) for value in header[:3])
     if magic not in FORMATS or FORMATS[magic][0] != version:
@@ -141,8 +171,7 @@ def read_shard(path: Path) -> np.ndarray:
     wanted_bytes = HEADER_BYTES + num_tokens * dtype.itemsize
     if size_bytes != wanted_bytes:
         raise UserError(
-            f"shard {path} holds {size_bytes} bytes, its header promises {wanted_bytes}: "
-            "copy or prepare it again"
+            f"shard {path} holds {size_bytes} bytes, its header promises {wanted_bytes}: {_AGAIN}"
         )
     if num_tokens == 0:
         return np.zeros(0, dtype=dtype)
@@ -220,6 +249,7 @@ class ShardLoader:
         return ids
 
     def __call__(self, step: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+        """The batch of `step`: inputs and targets, which are the inputs shifted by one."""
         import torch  # here, so that prepare and inspect start without it
 
         ids = self.window_ids(step)

@@ -2,14 +2,16 @@
 
     for text in Reader(("book.txt", "songs/*.jsonl")): ...
 
-Empty and blank documents are skipped and counted. Bytes that are no UTF-8 become U+FFFD and are
-reported with their position; text of which more than one character in ten is bad is no UTF-8 at
-all, and refused.
+Empty and blank documents are skipped and counted. Bytes that are no UTF-8, and halves of surrogate
+pairs in JSON, become U+FFFD and are reported with their position; text of which more than one
+character in ten is bad is no UTF-8 at all, and refused.
 """
 
 import ast
+import codecs
 import json
 import pydoc_data.topics
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from nanogpt_tpu.errors import UserError
 
 SUFFIXES = (".txt", ".md", ".jsonl")
 MAX_BAD_SHARE = 0.1
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SKIPPED_LIBRARY_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
 
 
@@ -32,80 +35,103 @@ class Reader:
     sources: tuple[str, ...]
     text_field: str = "text"
     num_skipped: Counter[str] = field(default_factory=Counter)
-    warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise UserError("no source: give demo, or files or globs ending in .txt .md .jsonl")
         self._files = [path for name in self.sources for path in _find_files(name)]
+        self._mended: dict[Path, tuple[int, str]] = {}  # how much in a file, and where first
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files, without the built-in text."""
+        return sum(path.stat().st_size for path in self._files if path is not None)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was mended in the last reading, one line a file."""
+        return [
+            f"{path}: {count} piece(s) that are no UTF-8 text became U+FFFD, the first at {place}"
+            for path, (count, place) in self._mended.items()
+        ]
 
     def __iter__(self) -> Iterator[str]:
         """Documents with text in them, in the order of the sources."""
         self.num_skipped.clear()
-        self.warnings.clear()
+        self._mended.clear()
         for path in self._files:
-            for text in self._read(path):
-                if text.strip():
-                    yield text
-                else:
-                    self.num_skipped["empty"] += 1
+            try:
+                for text in self._read(path):
+                    if text.removeprefix("\ufeff").strip():
+                        yield text
+                    else:
+                        self.num_skipped["empty"] += 1
+            except OSError as error:
+                raise UserError(f"source {path} cannot be read ({error.strerror})") from error
 
     def _read(self, path: Path | None) -> Iterator[str]:
         if path is None:
             return iter(demo_documents())
         if path.suffix == ".jsonl":
             return self._read_jsonl(path)
-        return iter([self._decode(path.read_bytes(), str(path), 0)])
+        return iter([self._decode(path.read_bytes(), path, 0)])
 
     def _read_jsonl(self, path: Path) -> Iterator[str]:
         position = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                where = f"{path}:{number}"
-                text = self._decode(line, where, position)
+                text = self._decode(line, path, position).removeprefix("\ufeff")
                 position += len(line)
                 if not text.strip():
                     self.num_skipped["blank line"] += 1
                     continue
                 try:
-                    record = json.loads(text.removeprefix("\ufeff"))
-                except ValueError as error:
-                    raise UserError(f"{where} is not JSON ({error}): mend or drop it") from error
+                    record = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(
+                        f"{path}:{number} is not JSON ({error}): mend or drop it"
+                    ) from error
                 value = record.get(self.text_field) if isinstance(record, dict) else None
                 if isinstance(value, str):
+                    self._note_mended(path, len(_SURROGATE.findall(value)), f"line {number}")
                     yield value
                 else:
                     self.num_skipped[f"no {self.text_field!r}"] += 1
 
-    def _decode(self, data: bytes, where: str, offset_bytes: int) -> str:
-        """UTF-8 text of bytes, by the policy in the module's header."""
+    def _decode(self, data: bytes, path: Path, start: int) -> str:
+        """UTF-8 text of the bytes at `start` in a file, by the policy in the module's header."""
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
             text = data.decode("utf-8", "replace")
-            place = offset_bytes + error.start
-            num_bad = text.count("\ufffd")
-            if num_bad > MAX_BAD_SHARE * len(text):
+            num_bad = text.count("\ufffd") - data.count("\ufffd".encode())
+            place = f"byte {start + error.start} (0x{data[error.start]:02x})"
+            is_utf16 = start == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            if is_utf16 or num_bad > MAX_BAD_SHARE * len(text):
                 raise UserError(
-                    f"{where} is not UTF-8 text (first bad byte 0x{data[error.start]:02x} at "
-                    f"position {place}, {num_bad} in all): convert it, such as with "
-                    "iconv -f GBK -t UTF-8"
+                    f"{path} is not UTF-8 text ({num_bad} bad piece(s), the first at {place}): "
+                    f"convert it, such as with iconv -f {'UTF-16' if is_utf16 else 'GBK'} -t UTF-8"
                 ) from error
-            self.warnings.append(
-                f"{where}: {num_bad} bad UTF-8 piece(s) became U+FFFD, the first at byte {place}"
-            )
+            self._note_mended(path, num_bad, place)
             return text
+
+    def _note_mended(self, path: Path, count: int, place: str) -> None:
+        if count:
+            before, first = self._mended.get(path, (0, place))
+            self._mended[path] = before + count, first
 
 
 def _find_files(source: str) -> list[Path | None]:
     """The files a source names, sorted; [None] for the built-in text."""
     if source == "demo":
         return [None]
-    if Path(source).is_dir():
-        found = sorted(path for path in Path(source).rglob("*") if path.suffix in SUFFIXES)
+    path = Path(source)
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    elif path.is_file():
+        found = [path]
     else:
-        found = sorted(Path(name) for name in glob(source, recursive=True))
-        found = found or ([Path(source)] if Path(source).is_file() else [])
+        found = sorted(map(Path, glob(source, recursive=True)))  # noqa: PTH207 (may be absolute)
     if not found:
         raise UserError(f"source {source!r}: nothing there that ends in {' '.join(SUFFIXES)}")
     for path in found:

@@ -53,7 +53,8 @@ class TrainStep:
             part = slice(micro_step * rows, (micro_step + 1) * rows)
             self._runtime.seed(self._config.seed, step, micro_step)
             is_last = micro_step == self._plan.num_micro_steps - 1
-            self._micro_step(*self._runtime.place(idx[part], targets[part]), is_last=is_last)
+            placed_idx, placed_targets = self._runtime.place(idx[part], targets[part])
+            self._micro_step(placed_idx, placed_targets, is_last)
         self._update(step)
 
     def _micro_step(self, idx: torch.Tensor, targets: torch.Tensor, is_last: bool) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from nanogpt_tpu.errors import UserError
 EOT_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
 GPT2_SHA256 = "ae1589b6422c4a21fbd8938ef7a2af401c4bc7e187a88dc9c07c7545cbcd758b"
+BYTES_SHA256 = "0d68d2ff8b82dd53fb546b9a33d21ff292cb3260488e2a967612da1751aa2185"
 MIN_VOCAB_SIZE = 257  # 256 bytes and end-of-text: below that some text could not be encoded
+MAX_VOCAB_SIZE = 2**20
 
 
 def _char_of_byte() -> list[str]:
@@ -39,6 +42,10 @@ def _char_of_byte() -> list[str]:
 
 CHAR_OF_BYTE = _char_of_byte()
 BYTE_OF_CHAR = {char: byte for byte, char in enumerate(CHAR_OF_BYTE)}
+_SPLITTING = {
+    "type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True
+}  # fmt: skip
+_ODD_MODEL_SETTINGS = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -60,15 +67,11 @@ class Tokenizer:
         self._core = core
         self._core.encode_special_tokens = True  # "<|endoftext|>" in a document is ordinary text
         self._fast = fast
-        eot_id = core.token_to_id(EOT_TEXT)
-        if eot_id is None:
-            raise UserError(f"the tokenizer has no {EOT_TEXT} token: prepare the data again")
-        self.eot_id: int = eot_id
+        self._added = {id_: t.content for id_, t in core.get_added_tokens_decoder().items()}
+        self.eot_id = next(id_ for id_, text in self._added.items() if text == EOT_TEXT)
         self.vocab_size: int = core.get_vocab_size()
-        self.sha256, num_merges = _identity(core)
-        self.kind = "bytes" if not num_merges else "bpe"
-        if self.sha256 == GPT2_SHA256:
-            self.kind = "gpt2"
+        self.sha256 = _identity(core)
+        self.kind = {GPT2_SHA256: "gpt2", BYTES_SHA256: "bytes"}.get(self.sha256, "bpe")
 
     def encode(self, text: str) -> list[int]:
         """Ids of cleaned text; never the end-of-text id."""
@@ -95,10 +98,11 @@ class Tokenizer:
         """
         if token == self.eot_id:
             return b""
-        piece = self._core.id_to_token(token)
-        if piece is None:
+        if not 0 <= token < self.vocab_size:
             raise UserError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
-        return bytes(BYTE_OF_CHAR[char] for char in piece)
+        if token in self._added:
+            return self._added[token].encode()
+        return bytes(BYTE_OF_CHAR[char] for char in self._core.id_to_token(token) or "")
 
     def token_num_bytes(self) -> np.ndarray:
         """Length in bytes of every id, int64 (vocab_size,): for bits per byte."""
@@ -139,22 +143,49 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
     if not path.is_file():
         raise UserError(f"no tokenizer at {path}: give gpt2, bytes or a tokenizer.json")
     try:
-        core = tokenizers.Tokenizer.from_file(str(path))
+        content = json.loads(path.read_text("utf-8"))
+        _make_ordinary(content)
+        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
+    except UserError as error:
+        raise UserError(f"{path} is {error}: make one with prepare --train-tokenizer") from error
     except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
         raise UserError(f"{path} is not a readable tokenizer.json ({error})") from error
-    return Tokenizer(core)
+
+
+def _make_ordinary(content: dict[str, Any]) -> None:
+    """Turn off what would cut text, add ids to it or find control ids in it.
+
+    Raises:
+        UserError: this is no byte-level BPE as GPT-2's, in which every text round-trips.
+    """
+    model, added = content["model"], content.get("added_tokens") or []
+    if "merges" not in model or not BYTE_OF_CHAR.keys() <= model["vocab"].keys():
+        raise UserError("no byte-level BPE with all 256 bytes")
+    ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
+    if EOT_TEXT not in (token["content"] for token in added):
+        raise UserError(f"without {EOT_TEXT} among its added_tokens")
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise UserError(f"of {len(ids)} ids that are not 0 to {len(ids) - 1}")
+    splitting = {"use_regex": True, **(content.get("pre_tokenizer") or {}), "trim_offsets": True}
+    odd_model = any(model.get(name) for name in _ODD_MODEL_SETTINGS)
+    if splitting != _SPLITTING or content.get("normalizer") or odd_model:
+        raise UserError("of another kind than GPT-2's (normalizer, pre_tokenizer or model)")
+    content.update(truncation=None, padding=None, post_processor=None)
+    model["dropout"] = None
+    for token in added:
+        token["special"] = True
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE on texts; the result may be smaller when the text runs out of pairs.
 
     Raises:
-        UserError: vocab_size below 257 (256 bytes and end-of-text), or no text at all.
+        UserError: vocab_size out of range, or no text at all.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         raise UserError(
-            f"a vocabulary of {vocab_size} is too small: at least {MIN_VOCAB_SIZE} "
-            "(256 bytes and end-of-text), so that any text can be encoded"
+            f"a vocabulary of {vocab_size} is out of range: from {MIN_VOCAB_SIZE} (256 bytes and "
+            f"end-of-text, so that any text can be encoded) to {MAX_VOCAB_SIZE}"
         )
     seen = False
 
@@ -209,12 +240,7 @@ def _gpt2_tokenizer() -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash ValueError
-        folder = os.environ.get("TIKTOKEN_CACHE_DIR", "a folder named by TIKTOKEN_CACHE_DIR")
-        raise UserError(
-            f"tokenizer 'gpt2': its vocabulary could not be loaded ({type(error).__name__}); "
-            f"connect to the internet once, or put tiktoken's cached files into {folder}, "
-            "or give a tokenizer.json"
-        ) from error
+        raise UserError(f"tokenizer 'gpt2': {_missing_vocabulary(error)}") from error
     ranks = encoding._mergeable_ranks
     vocab = {_to_chars(token): rank for token, rank in ranks.items()}
     merges = [
@@ -227,6 +253,18 @@ def _gpt2_tokenizer() -> Tokenizer:
     return Tokenizer(core, fast=encoding)
 
 
+def _missing_vocabulary(error: Exception) -> str:
+    """Which of tiktoken's files is not there, and where it would be looked for."""
+    url = getattr(getattr(error, "request", None), "url", None) or ""
+    name = url.rpartition("/")[2] or "its vocabulary"
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or "the folder named by TIKTOKEN_CACHE_DIR"
+    file_name = f" as {hashlib.sha1(url.encode()).hexdigest()}" if url else ""
+    return (
+        f"{name} could not be fetched ({type(error).__name__}), and {folder} holds no whole copy "
+        f"of it{file_name}: connect to the internet once, copy it there, or use another tokenizer"
+    )
+
+
 def _to_chars(token: bytes) -> str:
     return "".join(CHAR_OF_BYTE[byte] for byte in token)
 
@@ -235,22 +273,19 @@ def _parts(token: bytes, ranks: dict[bytes, int], rank: int) -> list[bytes]:
     """The two pieces whose merge made `token`: BPE on its bytes with only earlier merges."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        pair_ranks = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
+        pair_ranks = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
         best = min(range(len(pair_ranks)), key=pair_ranks.__getitem__)
         parts[best : best + 2] = [parts[best] + parts[best + 1]]
     return parts
 
 
-def _identity(core: tokenizers.Tokenizer) -> tuple[str, int]:
-    """sha256 over vocabulary, merges and splitting rule, and the number of merges.
+def _identity(core: tokenizers.Tokenizer) -> str:
+    """sha256 over vocabulary and merges, the same whatever version of the library wrote the file.
 
-    The same whatever version of the library wrote the file.
+    Nothing else differs between two tokenizers: `_make_ordinary` sees to that.
     """
-    content = json.loads(core.to_str())
-    merges = content["model"].get("merges")
-    if merges is None or (content["pre_tokenizer"] or {}).get("type") != "ByteLevel":
-        raise UserError("not a byte-level BPE: make one with prepare --train-tokenizer")
+    merges = json.loads(core.to_str())["model"]["merges"]
     merges = [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in merges]
     vocab = sorted(core.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
     canonical = json.dumps([vocab, merges], ensure_ascii=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest(), len(merges)
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -13,9 +13,25 @@ import nanogpt_tpu as ng
 from nanogpt_tpu.cli import main
 
 TINY = [
-    "--preset", "tiny", "--device", "cpu", "--n-layer", "1", "--n-embd", "16", "--block-size", "8",
-    "--tokens-per-step", "32", "--num-steps", "4", "--eval-every", "2", "--eval-tokens", "32",
-]  # fmt: skip
+    "--preset",
+    "tiny",
+    "--device",
+    "cpu",
+    "--n-layer",
+    "1",
+    "--n-embd",
+    "16",
+    "--block-size",
+    "8",
+    "--tokens-per-step",
+    "32",
+    "--num-steps",
+    "4",
+    "--eval-every",
+    "2",
+    "--eval-tokens",
+    "32",
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +62,13 @@ def error_line(capsys, argv):
     ("argv", "pattern"),
     [
         (["trian"], "unknown command 'trian': did you mean 'train'"),
-        (["train", *TINY, "--n-lyaer", "3"], "unknown option '--n-lyaer': did you mean '--n-layer'"),
+        (["train", *TINY, "--n-lyaer", "3"], "'--n-lyaer': did you mean '--n-layer'"),
         (["train", *TINY, "--n-layer", "three"], "--n-layer.*three"),
         (["train", "--preset", "dmeo"], "unknown preset 'dmeo': did you mean 'demo'"),
         (["train", *TINY, "--device", "tup"], "unknown device 'tup': did you mean 'tpu'"),
         (["train", *TINY, "--device", "xla-cpu"], "how many virtual devices, such as xla-cpu:8"),
         (["train", *TINY, "--device", "cuda"], "device 'cuda': PyTorch .* finds none"),
-        (["train", *TINY, "--n-head", "3"], "n_embd 16 is not divisible by n_head 3: try n_embd 15"),
+        (["train", *TINY, "--n-head", "3"], "n_embd 16 .* n_head 3: try n_embd 15"),
         (["train", *TINY, "--seq-len", "9"], "seq_len 9 is over the model's block_size 8"),
         (["train", *TINY, "--tokens-per-step", "60"], "60 is not .* multiple of 16 .*48 or 64"),
         (["train", *TINY, "--tokens-per-step", "0"], "0 is not .*nearest valid 16"),
@@ -72,7 +88,7 @@ def error_line(capsys, argv):
         (["sample", "PLACE/run", "--temperature", "-1"], "temperature is -1"),
         (["sample", "PLACE/run", "--temperature", "nan"], "temperature is nan"),
         (["sample", "PLACE/run", "--top-k", "0"], "top_k is 0"),
-        (["eval", "PLACE/run", "--data", "PLACE/other"], "vocabulary of 257, the data .* 280|one of"),
+        (["eval", "PLACE/run", "--data", "PLACE/other"], "vocabulary of 257, .* one of"),
         (["report", "PLACE/data"], "no metrics.jsonl"),
         ([], "COMMAND"),
     ],
@@ -154,7 +170,8 @@ def test_damaged_data_is_found_and_is_no_success(place, tmp_path, capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_same_command_goes_on(place, tmp_path, number):
     out = tmp_path / "run"
-    argv = [sys.executable, "-m", "nanogpt_tpu", "train", *TINY, "--num-steps", "100000", "--json"]
+    argv = [sys.executable, "-m", "nanogpt_tpu", "train", *TINY, "--num-steps", "100000"]
+    argv += ["--json"]
     argv += ["--data", str(place / "data"), "--out", str(out), "--checkpoint-every", "none"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while (

@@ -114,7 +114,7 @@ def test_one_token_is_enough_and_too_many_are_refused():
     config = tiny(qk_norm=True)
     model = GPT(config)
     assert torch.isfinite(model(torch.zeros(1, 1, dtype=torch.int32))[0]).all()
-    with pytest.raises(UserError, match="33 tokens.*block_size 32"):
+    with pytest.raises(UserError, match=r"33 tokens.*block_size 32"):
         model(torch.zeros(1, 33, dtype=torch.int64))
 
 

@@ -29,9 +29,13 @@ SCHEDULES = {  # peak 1.0 at step 10 of 110, then to 0.1
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_learning_rate_follows_the_table(schedule):
     config = preset(
-        "tiny", schedule=schedule, learning_rate=1.0, warmup_steps=10, num_steps=110,
+        "tiny",
+        schedule=schedule,
+        learning_rate=1.0,
+        warmup_steps=10,
+        num_steps=110,
         min_lr_ratio=0.1,
-    )  # fmt: skip
+    )
     for step, rate in SCHEDULES[schedule].items():
         assert learning_rate(config, step) == pytest.approx(rate, abs=1e-6), step
 

@@ -254,9 +254,14 @@ def test_only_damaged_checkpoints_never_mean_a_silent_restart(shards, two_steps,
 def test_what_a_run_writes(shards, tmp_path):
     seen = []
     config = small(
-        shards, tmp_path / "run", num_steps=10, log_every=2, eval_every=5, eval_tokens=64,
+        shards,
+        tmp_path / "run",
+        num_steps=10,
+        log_every=2,
+        eval_every=5,
+        eval_tokens=64,
         checkpoint_every=4,
-    )  # fmt: skip
+    )
     result = train(config, on_log=seen.append)
     records = read_metrics(tmp_path / "run")
     assert seen == records
@@ -304,9 +309,14 @@ def test_a_run_that_stands_reads_its_device_only_to_log(shards, tmp_path, monkey
     monkeypatch.setattr(Runtime, "read", counting_read)
     monkeypatch.setattr(ng.GPT, "forward", recording_forward)
     config = small(
-        shards, tmp_path / "run", num_steps=40, log_every=10, eval_every=20, eval_tokens=1000,
+        shards,
+        tmp_path / "run",
+        num_steps=40,
+        log_every=10,
+        eval_every=20,
+        eval_tokens=1000,
         checkpoint_every=None,
-    )  # fmt: skip
+    )
     train(config)
     assert len(reads) == 4 + 3  # four logs, three evaluations
     assert shapes == {(True, (2, 8)), (False, (2, 8))}  # one for training, one for evaluation
@@ -335,7 +345,7 @@ def test_any_module_trains_and_resumes(shards, tmp_path):
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
     with pytest.raises(UserError, match="Foreign"):
         ng.load_checkpoint(tmp_path / "run")
-    with pytest.raises(UserError, match="nn.ModuleList named 'h'"):
+    with pytest.raises(UserError, match=r"nn\.ModuleList named 'h'"):
         train(config.replace(gradient_checkpointing=True, resume="never"), model=Foreign())
 
 
@@ -369,7 +379,7 @@ def test_the_clock_saves_between_steps(shards, tmp_path):
             checkpoint_every=None,
             checkpoint_minutes=1e-9,
             keep_last=5,
-        )  # fmt: skip
+        )
     )
     assert [c.step for c in find_checkpoints(tmp_path / "run")] == [3, 2, 1]
 
@@ -387,7 +397,7 @@ def test_the_model_follows_the_data_s_vocabulary(shards, tmp_path):
             tokens_per_step=16,
             num_steps=1,
             eval_every=None,
-        )  # fmt: skip
+        )
     )
     assert result.model.config.vocab_size == 257
     with pytest.raises(UserError, match="vocab_size 300 differs from the 257"):

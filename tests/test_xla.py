@@ -38,8 +38,11 @@ def facts(data, tmp_path_factory):
     environ.pop("USE_TORCH_XLA", None)
     done = subprocess.run(
         [sys.executable, str(script), str(data), str(tmp_path_factory.mktemp("xla"))],
-        env=environ, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
     return json.loads(line.removeprefix("FACTS "))
@@ -65,7 +68,7 @@ def test_losses_are_those_of_the_cpu(facts, data, tmp_path):
             device="cpu",
             num_steps=10,
             checkpoint_every=None,
-        )  # fmt: skip
+        )
     )
     records = read_metrics(tmp_path / "cpu")
     cpu = [record["loss"] for record in records if "loss" in record]

@@ -1,0 +1,184 @@
+"""What a run starts from: folders, data, vocabulary, checkpoint; checked before any write."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nanogpt_tpu import env
+from nanogpt_tpu.checkpoint import Checkpoint, newest_valid, open_checkpoint
+from nanogpt_tpu.config import TrainConfig, preset
+from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.metrics import METRICS, SAMPLES
+from nanogpt_tpu.shards import Manifest
+from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
+
+# Each of these decides the weights or the batches: a resumed run must share them.
+FIXED = ("seed", "seq_len", "tokens_per_step")
+_FREE_MODEL_FIELDS = ("dropout", "attention")  # no effect on the shape of the weights
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run about to begin or to go on."""
+
+    config: TrainConfig
+    """As given, its vocabulary now that of the data."""
+    run_dir: Path
+    data_dir: Path
+    manifest: Manifest
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint | None
+    """What to go on from; None starts anew."""
+    lines: list[str]
+    """What was chosen, and why, for people."""
+
+    @property
+    def longest_val_tokens(self) -> int:
+        """Tokens in the longest validation shard; 0 if there is none."""
+        return max((s.num_tokens for s in self.manifest.splits.get("val", [])), default=0)
+
+    def open_run_dir(self) -> None:
+        """Make the run folder and bring along the curve of a run that goes on from elsewhere.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.tokenizer.save(self.run_dir)
+        except OSError as error:
+            raise UserError(f"out {str(self.run_dir)!r} cannot be written ({error})") from error
+        if self.checkpoint is None:
+            return
+        source = self.checkpoint.folder.parent.parent
+        if source.resolve() != self.run_dir.resolve():
+            if (source / METRICS).is_file():
+                shutil.copyfile(source / METRICS, self.run_dir / METRICS)
+            if (source / SAMPLES).is_dir():
+                shutil.copytree(source / SAMPLES, self.run_dir / SAMPLES, dirs_exist_ok=True)
+
+
+def find_start(config: TrainConfig) -> Start:
+    """Open the data and find the checkpoint of a run; nothing is written.
+
+    Raises:
+        UserError: a folder is missing or not writable, the data is not there or of another
+            tokenizer, or the checkpoint is of another run.
+    """
+    run_dir, data_dir = _folders(config)
+    manifest = Manifest.load(data_dir)
+    config = _follow_data(config, manifest)
+    checkpoint, lines = _find_checkpoint(config, run_dir, manifest)
+    return Start(config, run_dir, data_dir, manifest, load_tokenizer(data_dir), checkpoint, lines)
+
+
+def _folders(config: TrainConfig) -> tuple[Path, Path]:
+    """Run folder and data folder."""
+    for name in ("data", "out"):
+        if not getattr(config, name):
+            raise UserError(f"{name} is not set: say the folder, as in --{name} DIR")
+    run_dir = Path(config.out or "")
+    ancestor = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK):
+        raise UserError(f"out {config.out!r}: {ancestor} is not a writable folder; choose another")
+    return run_dir, Path(config.data or "")
+
+
+def _follow_data(config: TrainConfig, manifest: Manifest) -> TrainConfig:
+    """Give the model the data's vocabulary, unless another than the preset's was asked for."""
+    vocab_size = manifest.tokenizer["vocab_size"]
+    if config.model.vocab_size not in (vocab_size, preset(config.preset).model.vocab_size):
+        raise UserError(
+            f"vocab_size {config.model.vocab_size} differs from the {vocab_size} ids of the "
+            f"tokenizer of {config.data!r}: leave vocab_size out, it follows the data"
+        )
+    return config.replace(vocab_size=vocab_size)
+
+
+def _find_checkpoint(
+    config: TrainConfig, run_dir: Path, manifest: Manifest
+) -> tuple[Checkpoint | None, list[str]]:
+    """What `config.resume` says: a path, never, or auto (newest in `out`, else in the input)."""
+    if config.resume == "never":
+        return None, []
+    checkpoint: Checkpoint | None
+    lines: list[str] = []
+    if config.resume != "auto":
+        checkpoint = open_checkpoint(config.resume)
+        _refuse_another_run(checkpoint, config, manifest)
+    else:
+        checkpoint, lines = newest_valid(run_dir)
+        lines = [f"Passed over: {line}." for line in lines]
+        if checkpoint is not None:
+            _refuse_another_run(checkpoint, config, manifest)
+        elif lines:
+            raise UserError(
+                f"{run_dir}: every checkpoint is damaged ({lines[-1]}); restore one, or start "
+                "again with --resume never"
+            )
+        else:
+            checkpoint, lines = _find_input_checkpoint(config, manifest)
+    if checkpoint is not None:
+        lines.append(f"Resuming from {checkpoint.folder} at step {checkpoint.step}.")
+    return checkpoint, lines
+
+
+def _find_input_checkpoint(
+    config: TrainConfig, manifest: Manifest
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint of this run under the read-only input folder, where outputs mount."""
+    if not env.input_dir().is_dir():
+        return None, []
+    checkpoint, lines = newest_valid(env.input_dir())
+    if checkpoint is None:
+        return None, lines
+    try:
+        _refuse_another_run(checkpoint, config, manifest)
+    except UserError as error:
+        return None, [*lines, f"Starting anew: {error}."]
+    return checkpoint, lines
+
+
+def _refuse_another_run(checkpoint: Checkpoint, config: TrainConfig, manifest: Manifest) -> None:
+    """Raise if a checkpoint is of another run, naming what differs and both values."""
+    differing = [
+        f"{name} is {now} now and {then} there"
+        for name, now, then in _compare(checkpoint, config, manifest)
+        if now != then
+    ]
+    if differing:
+        raise UserError(
+            f"cannot resume from {checkpoint.folder}: {'; '.join(differing)}; use the same "
+            "settings, or another --out, or --resume never"
+        )
+
+
+def _compare(
+    checkpoint: Checkpoint, config: TrainConfig, manifest: Manifest
+) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value now, value in the checkpoint) of all that a run must keep."""
+    state = checkpoint.state
+    try:
+        saved = TrainConfig.from_dict(state["config"])
+        tokenizer, data = _label(state["tokenizer"]), state["data"]
+        there = f"{data['source']} (sha256 {data['identity'][:8]}, {data['num_tokens']} tokens)"
+    except (KeyError, TypeError, UserError) as error:
+        raise UserError(f"{checkpoint.folder}: its state.json is not of a run ({error})") from error
+    yield "tokenizer", _label(manifest.tokenizer), tokenizer
+    for f in fields(config.model):
+        if f.name not in _FREE_MODEL_FIELDS:
+            yield f.name, getattr(config.model, f.name), getattr(saved.model, f.name)
+    for name in FIXED:
+        yield name, getattr(config, name), getattr(saved, name)
+    num_tokens = manifest.num_tokens("train")
+    here = f"{manifest.source} (sha256 {manifest.identity[:8]}, {num_tokens} tokens)"
+    yield "data", here, there
+
+
+def _label(tokenizer: dict[str, Any]) -> str:
+    return (
+        f"{tokenizer['kind']} of {tokenizer['vocab_size']} ids (sha256 {tokenizer['sha256'][:8]})"
+    )

@@ -1,0 +1,98 @@
+"""The package stays small, and its modules import downwards only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import nanogpt_tpu
+
+PACKAGE = Path(nanogpt_tpu.__file__).parent
+LAYERS = (
+    ("errors",),
+    ("env", "config"),
+    (
+        "tokenizer",
+        "shards",
+        "sources",
+        "metrics",
+        "stopping",
+        "attention",
+        "optim",
+        "runtime",
+        "live",
+        "flags",
+    ),
+    ("model", "prepare", "inspection", "checkpoint", "curves", "findings"),
+    ("step", "start", "evaluate", "sample", "load", "report", "plan"),
+    ("train",),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+HEAVY = ("torch", "torch_xla", "accelerate", "numpy", "tokenizers", "matplotlib")
+
+
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Our own modules that a module imports anywhere: at its top, in functions, for type checks."""
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("nanogpt_tpu.")}
+    return found - {"__version__"}
+
+
+def test_every_module_has_a_layer():
+    assert {path.stem for path in MODULES} == LAYER_OF.keys()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_imports_go_down(path):
+    for name in imported_modules(ast.parse(path.read_text("utf-8"))):
+        assert LAYER_OF[name] < LAYER_OF[path.stem], f"{path.stem} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_files_and_functions_are_short(path):
+    text = path.read_text("utf-8")
+    assert len(text.splitlines()) <= 300
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            first = node.body[1] if ast.get_docstring(node) and node.body[1:] else node.body[0]
+            num_lines = node.end_lineno - first.lineno + 1  # without signature and docstring
+            assert num_lines <= (80 if node.name == "train" else 40), f"{node.name}: {num_lines}"
+
+
+def test_the_package_can_be_read_in_an_evening():
+    total = sum(len(path.read_text("utf-8").splitlines()) for path in PACKAGE.rglob("*.py"))
+    assert total < 5000
+
+
+@pytest.mark.parametrize("module", ["nanogpt_tpu", "nanogpt_tpu.config", "nanogpt_tpu.cli"])
+def test_import_is_light(run_python, module):
+    code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = run_python("-c", code)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_every_public_name_resolves(run_python):
+    code = (
+        "import nanogpt_tpu as ng; values = {name: getattr(ng, name) for name in ng.__all__}; "
+        "import nanogpt_tpu.train, nanogpt_tpu.sample; "  # modules named as functions are
+        "print(all(values[name] is getattr(ng, name) for name in values), callable(ng.train))"
+    )
+    done = run_python("-c", code)
+    assert done.stdout == "True True\n", done.stderr
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        nanogpt_tpu.trian  # noqa: B018
