@@ -3,13 +3,17 @@
 PYTHON ?= python3
 READY := .venv/.ready
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test notebooks lint setup clean
 
 demo: $(READY)
 	@.venv/bin/nanogpt-tpu demo $(ARGS)
 
 test: $(READY)
 	.venv/bin/python -m pytest $(ARGS)
+
+notebooks: $(READY)
+	.venv/bin/pip install --quiet jupyterlab
+	.venv/bin/jupyter lab notebooks
 
 lint: $(READY)
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

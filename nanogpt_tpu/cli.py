@@ -51,7 +51,7 @@ def _run(argv: list[str]) -> int:
     redirect = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with redirect:
         values = _RUN[args.command](args)
-    if args.json:
+    if args.json and env.is_main_process():
         print(json.dumps(values, ensure_ascii=False))
     return 1 if values.get("problems") or values.get("stopped_because") == "nan" else 0
 
@@ -113,6 +113,14 @@ def _train(args: argparse.Namespace) -> Values:
     from nanogpt_tpu.train import train
 
     result = train(config)
+    values = {
+        "run": os.fspath(result.run_dir),
+        "step": result.step,
+        "val_loss": result.val_loss,
+        "stopped_because": result.stopped_because,
+    }
+    if not env.is_main_process():
+        return values
     print(f"Ended: {result.stopped_because} at step {result.step}; run folder {result.run_dir}")
     try:
         print(f"Run card: {report(result.run_dir)}")
@@ -122,12 +130,7 @@ def _train(args: argparse.Namespace) -> Values:
         print("To go on, start the same command again: it resumes from here.")
     elif result.stopped_because == "done":
         print(f"Next: nanogpt-tpu sample {result.run_dir} --prompt 'Once upon a time'")
-    return {
-        "run": os.fspath(result.run_dir),
-        "step": result.step,
-        "val_loss": result.val_loss,
-        "stopped_because": result.stopped_because,
-    }
+    return values
 
 
 def _read_config(path: Path) -> TrainConfig:

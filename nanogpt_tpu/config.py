@@ -270,10 +270,10 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "n_layer": 4, "n_head": 4, "n_embd": 256, "block_size": 256, "vocab_size": 4096,
             "norm": "rmsnorm", "mlp": "relu2", "position": "rope", "qk_norm": True, "bias": False,
-            "zero_init_residual": True, "micro_batch_size": 16, "tokens_per_step": 4096,
+            "zero_init_residual": True, "micro_batch_size": 2, "tokens_per_step": 4096,
             "num_steps": 200, "warmup_steps": 20, "learning_rate": 3e-3, "min_lr_ratio": 0.05,
             "precision": "fp32", "log_every": 5, "eval_every": 100, "eval_tokens": 32_768,
-            "checkpoint_every": 50, "sample_every": 50,
+            "checkpoint_every": 50, "sample_every": 100,
         },
     ),
     "gpt2": (

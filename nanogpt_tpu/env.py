@@ -35,6 +35,11 @@ def working_dir() -> Path:
     return Path(os.environ.get("NANOGPT_TPU_WORKING", default))
 
 
+def is_main_process() -> bool:
+    """Whether this is the process that speaks and writes, of those a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def session_s() -> float:
     """Seconds since this session (process) began."""
     return time.monotonic() - SESSION_START_S

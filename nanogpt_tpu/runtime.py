@@ -58,9 +58,10 @@ class Runtime:
 
     def describe(self) -> str:
         """One line for people: device, how many, precision."""
-        count = f" x {self.num_devices}" if self.num_devices > 1 else ""
-        how = ", one program over all (SPMD)" if self.mesh is not None else ""
-        return f"{env.chosen_device()} ({self.device}{count}{how}), {self.precision}"
+        count = f", {self.num_devices} devices" if self.num_devices > 1 else ""
+        how = " as one (SPMD)" if self.mesh is not None else ""
+        name = env.chosen_device() if self.is_xla else self.device.type
+        return f"{name}{count}{how}, {self.precision}"
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device, whole on every chip; wrapped where there are processes."""

@@ -8,6 +8,7 @@ and resumes gives the same weights as one that does not. The device is read on l
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,8 +99,7 @@ class _Session:
         self._evaluator = self._make_evaluator()
         torch.manual_seed(config.seed)
         self._model = model or GPT(config.model)
-        checkpoint = start.checkpoint
-        if checkpoint is not None:
+        if (checkpoint := start.checkpoint) is not None:
             load_weights(self._model, checkpoint)
         self._train_step = TrainStep(self._model, config, self._plan, self._runtime)
         self.step, self._val_loss, self.is_nan = 0, None, False
@@ -152,6 +152,7 @@ class _Session:
             initial=self.step,
             desc="compiling" if self._runtime.is_xla else "training",
             unit="step",
+            mininterval=0.5 if sys.stderr.isatty() else 10.0,  # a log file need not flicker
             disable=not self._runtime.is_main,
         )
         self._saved_s = self._logged_s = time.monotonic()
@@ -209,11 +210,11 @@ class _Session:
             return
         start_s = time.monotonic()
         self._val_loss = self._evaluator.loss(self._train_step.model, self._runtime)
-        seconds = time.monotonic() - start_s
         bits = self._val_loss / math.log(2) * self._evaluator.tokens_per_byte
-        self._write(val_loss=self._val_loss, bits_per_byte=bits, eval_s=seconds)
+        eval_s = time.monotonic() - start_s
+        self._write(val_loss=self._val_loss, bits_per_byte=bits, eval_s=eval_s)
         self.say(f"step {self.step:>6}: validation loss {self._val_loss:.4f}")
-        self._paused_s += time.monotonic() - start_s
+        self._paused_s += eval_s
 
     def _write_samples(self) -> None:
         """What the model writes now, from nothing and from the start of the validation text."""
@@ -250,9 +251,8 @@ class _Session:
     def decide(self, stopper: Stopper) -> tuple[str | None, bool]:
         """Why to stop now, if at all, and whether to save: the same in every process."""
         config = self._config
-        reason = stopper.reason(self.step, reserve_s=2 * self._step_s)
-        if self.step >= config.num_steps:
-            reason = "done"
+        is_done = self.step >= config.num_steps
+        reason = "done" if is_done else stopper.reason(self.step, reserve_s=2 * self._step_s)
         minutes = config.checkpoint_minutes
         by_clock = minutes is not None and time.monotonic() - self._saved_s > minutes * 60
         is_save_due = reason is not None or by_clock or self._is_due(config.checkpoint_every)

@@ -34,7 +34,7 @@ def test_commands_flags_and_names_exist(text):
     for command in re.findall(r"nanogpt-tpu ([a-z]+)\b", text):
         assert command in commands, command
     flags = {flag for parser in commands.values() for flag in parser._option_string_actions}
-    own_flags = {*flags, "--no-deps", "--help"}
+    own_flags = {*flags, "--no-deps", "--help", "--nproc-per-node"}
     for flag in re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", text):
         assert flag in own_flags, flag
     for name in re.findall(r"\bng\.(\w+)", text):
