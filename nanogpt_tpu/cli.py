@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,25 @@ def _run(argv: list[str]) -> int:
     if unknown:
         known = commands[args.command]._option_string_actions
         raise unknown_name("option", unknown[0].split("=")[0], known)
-    # stdout belongs to the JSON object: whatever is printed for people moves to stderr
-    redirect = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
-    with redirect:
+    with _stdout_to_stderr() if args.json else contextlib.nullcontext():
         values = _RUN[args.command](args)
     if args.json and env.is_main_process():
         print(json.dumps(values, ensure_ascii=False))
     return 1 if values.get("problems") or values.get("stopped_because") == "nan" else 0
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keep stdout for one JSON object: what people read, and what C++ libraries print, moves."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _text(argument: str) -> str:
