@@ -29,7 +29,7 @@ _HOME = {
     "load": ("load_checkpoint",),
     "report": ("report",),
     "plan": ("plan",),
-    "live": ("LiveCurve",),
+    "curves": ("LiveCurve",),
     "train": ("train", "TrainResult"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

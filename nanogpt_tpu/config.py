@@ -11,6 +11,7 @@ from dataclasses import replace as dataclass_replace
 from typing import Any
 
 from nanogpt_tpu.errors import UserError, between, one_of, positive, unknown_name, well_typed
+from nanogpt_tpu.presets import PRESETS
 
 VOCAB_MULTIPLE = 128  # XLA: a TPU multiplies in 128-wide tiles; the vocabulary is padded to them
 
@@ -28,27 +29,36 @@ class ModelConfig:
     norm: str = "layernorm"
     """layernorm, or rmsnorm (without gain)."""
     mlp: str = "gelu"
-    """gelu (tanh form, as GPT-2) or relu2 (squared ReLU, So et al. 2021)."""
+    """gelu (tanh form, as GPT-2), relu2 (squared, So et al. 2021) or swiglu (Shazeer 2020)."""
     position: str = "learned"
     """learned (GPT-2) or rope (Su et al. 2021)."""
     qk_norm: bool = False
     """Normalize queries and keys per head (Henry et al. 2020): bounds attention logits."""
     bias: bool = True
+    qkv_bias: bool | None = None
+    """Bias of queries, keys and values alone; as `bias` unless given."""
     tie_embeddings: bool = True
     dropout: float = 0.0
     zero_init_residual: bool = False
     """Start the projections into the residual stream at zero instead of small and random."""
     attention: str = "auto"
     """auto, sdpa (PyTorch's own) or xla (plain matrix products, the form XLA compiles)."""
+    attention_fp32: bool = False
+    """Compute attention in fp32 also under bf16 autocast."""
 
     def __post_init__(self) -> None:
         well_typed(self)
         positive(self, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
         one_of("norm", self.norm, ("layernorm", "rmsnorm"))
-        one_of("mlp", self.mlp, ("gelu", "relu2"))
+        one_of("mlp", self.mlp, ("gelu", "relu2", "swiglu"))
         one_of("position", self.position, ("learned", "rope"))
         one_of("attention", self.attention, ("auto", "sdpa", "xla"))
         between(self, 0.0, 0.99, "dropout")
+        if self.mlp == "swiglu" and self.n_embd % 3:
+            raise UserError(
+                f"swiglu's inner width is 8/3 of n_embd (as many parameters as the others), "
+                f"n_embd {self.n_embd} is no multiple of 3: try {self.n_embd // 3 * 3}"
+            )
         if self.n_embd % self.n_head:
             near = round(self.n_embd / self.n_head) or 1
             raise UserError(
@@ -144,9 +154,11 @@ class TrainConfig:
     learning_rate: float = 6e-4
     min_lr_ratio: float = 0.1
     schedule: str = "cosine"
-    """Shape of the learning rate after warmup: cosine, linear or constant."""
+    """Of the learning rate after warmup: cosine, linear, wsd or constant (see `optim`)."""
     warmup_steps: int = 715
     weight_decay: float = 0.1
+    optimizer: str = "adamw"
+    """adamw, or muon for the matrices inside blocks and AdamW for the rest."""
     beta1: float = 0.9
     beta2: float = 0.95
     grad_clip: float | None = 1.0
@@ -176,7 +188,8 @@ class TrainConfig:
         positive(self, "seq_len", "micro_batch_size", "num_steps", "log_every", "keep_last")
         positive(self, "eval_every", "eval_tokens", "checkpoint_every", "sample_every")
         positive(self, "stop_after_step")
-        one_of("schedule", self.schedule, ("cosine", "linear", "constant"))
+        one_of("schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
+        one_of("optimizer", self.optimizer, ("adamw", "muon"))
         one_of("precision", self.precision, ("bf16", "fp32"))
         between(self, 0, 1e9, "learning_rate", "weight_decay", "warmup_steps")
         between(self, 0.0, 1.0, "min_lr_ratio")
@@ -253,40 +266,9 @@ def _with(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     return dataclass_replace(config, model=model, **train_changes)
 
 
-# name: (where it comes from, the settings that differ from TrainConfig and ModelConfig)
-_PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": (
-        "Ours, for tests: GPT-2's architecture at a size that trains in a blink.",
-        {
-            "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 257,
-            "micro_batch_size": 2, "tokens_per_step": 512, "num_steps": 20, "warmup_steps": 2,
-            "learning_rate": 3e-3, "precision": "fp32", "log_every": 1, "eval_every": 10,
-            "eval_tokens": 512, "checkpoint_every": 10, "sample_every": None,
-        },
-    ),
-    "demo": (
-        "Ours, for laptops: a 4.2M-parameter GPT with the parts that learn fastest at this size "
-        "(RoPE, RMSNorm, QK-norm, squared ReLU), about two minutes on two cores.",
-        {
-            "n_layer": 4, "n_head": 4, "n_embd": 256, "block_size": 256, "vocab_size": 4096,
-            "norm": "rmsnorm", "mlp": "relu2", "position": "rope", "qk_norm": True, "bias": False,
-            "zero_init_residual": True, "micro_batch_size": 2, "tokens_per_step": 4096,
-            "num_steps": 200, "warmup_steps": 20, "learning_rate": 3e-3, "min_lr_ratio": 0.05,
-            "precision": "fp32", "log_every": 5, "eval_every": 100, "eval_tokens": 32_768,
-            "checkpoint_every": 50, "sample_every": 100,
-        },
-    ),
-    "gpt2": (
-        "The 124M model of Radford et al. 2019; batch, learning rate and warmup from the GPT-3 "
-        "paper's table for this size (Brown et al. 2020), 10B tokens.",
-        {},
-    ),
-}  # fmt: skip
-
-
 def presets() -> dict[str, str]:
     """Names of the presets, each with a sentence of where it comes from."""
-    return {name: provenance for name, (provenance, _) in _PRESETS.items()}
+    return {name: provenance for name, (provenance, _) in PRESETS.items()}
 
 
 def preset(name: str, **changes: Any) -> TrainConfig:
@@ -295,6 +277,6 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     Raises:
         UserError: unknown preset or field (the nearest name is given), or values that clash.
     """
-    if name not in _PRESETS:
-        raise unknown_name("preset", name, _PRESETS)
-    return _with(TrainConfig(), {**_PRESETS[name][1], "preset": name, **changes})
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    return _with(TrainConfig(), {**PRESETS[name][1], "preset": name, **changes})

@@ -1,11 +1,10 @@
 """metrics.jsonl: one JSON object a line, appended as the run goes and readable while it does.
 
-`MetricsLog` writes it; `History.read` gives it back as columns with a wall clock.
+`MetricsLog` writes it; `read_metrics` gives it back as records, `to_table` those as columns.
 """
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import numpy as np
 from nanogpt_tpu.errors import UserError
 
 METRICS, SAMPLES = "metrics.jsonl", "samples"
-Columns = dict[str, np.ndarray]
-_KEYS = (
-    "step", "tokens", "loss", "val_loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_s",
-    "mfu", "eval_s", "time", "session",
+COLUMNS = (
+    "step", "tokens", "time", "session", "loss", "lr", "grad_norm", "tokens_per_s", "mfu",
+    "val_loss", "bits_per_byte",
 )  # fmt: skip
-_MUST_BE_FINITE = ("loss", "val_loss", "lr", "grad_norm")
+_MUST_BE_FINITE = ("loss", "val_loss", "grad_norm")
+Table = dict[str, np.ndarray]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -84,114 +83,40 @@ class MetricsLog:
         self._file.close()
 
 
-@dataclass(frozen=True)
-class Session:
-    """One process's part of a run."""
+def to_table(records: list[dict[str, Any]], source: object = METRICS) -> Table:
+    """Records as columns: float64 (n,) by name, NaN where absent, null or not finite.
 
-    number: int
-    started: float
-    """Unix time in s; NaN if the log has no times."""
-    start_step: int
-    start_tokens: float
-    start_wall_s: float
-    """Training time of the sessions before it; gaps between sessions do not count."""
-    wall_s: float
-    last_step: int
+    Two columns are ours: `is_bad`, whether a logged loss or norm is not finite, and `wall_s`,
+    seconds of training so far, the gaps between sessions left out.
 
-
-@dataclass(frozen=True)
-class History:
-    """metrics.jsonl as columns: float64 (n,) by key, NaN where absent, null or not finite.
-
-    Both tables also have "wall_s", seconds of training time so far, all NaN in a log without times.
+    Raises:
+        UserError: a record of `source` has no step or tokens, or a value that is no number.
     """
-
-    training: Columns
-    evaluations: Columns
-    sessions: list[Session]
-    non_finite: list[tuple[int, str]]
-    """(step, key) of every loss, rate or norm that was logged but is no finite number."""
-
-    @property
-    def wall_s(self) -> float:
-        """Training time of all sessions, the gaps between them left out; NaN without times."""
-        return self.sessions[-1].start_wall_s + self.sessions[-1].wall_s
-
-    @staticmethod
-    def read(run_dir: Path) -> "History":
-        """Read a run folder.
-
-        Raises:
-            UserError: no metrics, a line that is none of ours, or no finite loss; what to do.
-        """
-        lines = [
-            (f"{run_dir / METRICS}:{number}", record)
-            for number, record in enumerate(read_metrics(run_dir), start=1)
-            if "loss" in record or "val_loss" in record
-        ]
-        if not lines:
-            raise UserError(
-                f"{run_dir}: {METRICS} holds no loss yet; train at least one logged step"
-            )
-        rows = [[_number(record, key, where) for key in _KEYS] for where, record in lines]
-        table = dict(zip(_KEYS, np.array(rows).T, strict=True))
-        if not (np.isfinite(table["loss"]) | np.isfinite(table["val_loss"])).any():
-            raise UserError(
-                f"{run_dir}: no loss in {METRICS} is finite, nothing was learned; train again with "
-                "--resume never and a lower learning_rate or more warmup_steps"
-            )
-        sessions = _add_wall_time(table)
-        is_training = np.array(["loss" in record for _, record in lines])
-        is_evaluation = np.array(["val_loss" in record for _, record in lines])
-        return History(
-            training={key: column[is_training] for key, column in table.items()},
-            evaluations={key: column[is_evaluation] for key, column in table.items()},
-            sessions=sessions,
-            non_finite=[
-                (int(record["step"]), key)
-                for row, (_, record) in enumerate(lines)
-                for key in _MUST_BE_FINITE
-                if key in record and not np.isfinite(table[key][row])
-            ],
-        )
+    rows = []
+    for number, record in enumerate(records, start=1):
+        try:
+            known = {k: float("nan" if v is None else v) for k, v in record.items() if k in COLUMNS}
+            row = [known.get(key, math.nan) for key in COLUMNS]
+            if not math.isfinite(row[0] + row[1]):
+                raise ValueError("step or tokens is missing")
+            is_good = all(math.isfinite(known.get(key, 0)) for key in _MUST_BE_FINITE)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"{source}:{number} is no line of ours ({error}): remove it") from error
+        rows.append([*row, not is_good])
+    values = np.array(rows, dtype=float).reshape(-1, len(COLUMNS) + 1)
+    values[~np.isfinite(values)] = math.nan
+    table = dict(zip((*COLUMNS, "is_bad"), values.T, strict=True))
+    table["is_bad"] = table["is_bad"] > 0
+    table["session"] = np.nan_to_num(table["session"], nan=1)
+    seconds = np.diff(table["time"], prepend=math.nan)
+    is_start = (np.diff(table["session"], prepend=-1) != 0) & np.isfinite(table["time"])
+    # The first line of a session comes when its first tokens are done, at the speed it names.
+    lead_s = np.diff(table["tokens"], prepend=0) / table["tokens_per_s"]
+    seconds[is_start] = np.nan_to_num(lead_s[is_start], posinf=0)
+    table["wall_s"] = np.cumsum(np.maximum(seconds, 0))
+    return table
 
 
-def _number(record: dict[str, Any], key: str, where: str) -> float:
-    """A value of one line as float; NaN for absent, null and not finite."""
-    value = record.get(key)
-    if value is None and key not in ("step", "tokens"):
-        return math.nan
-    try:
-        if isinstance(value, bool | str):
-            raise TypeError
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError) as error:
-        shown = "missing" if value is None else f"{str(value)[:40]!r}, not a number"
-        raise UserError(f"{where}: {key} is {shown}; remove the line") from error
-    if key in ("step", "tokens") and not math.isfinite(number):
-        raise UserError(f"{where}: {key} is {number}; remove the line")
-    return number if math.isfinite(number) else math.nan
-
-
-def _add_wall_time(table: Columns) -> list[Session]:
-    """Add the column "wall_s" and return the sessions, in the order of the log."""
-    numbers = table["session"] = np.nan_to_num(table["session"], nan=1.0)
-    table["wall_s"] = np.full(numbers.shape, np.nan)
-    has_times = bool(np.isfinite(table["time"]).all())
-    sessions: list[Session] = []
-    step, tokens, wall_s = 0, 0.0, 0.0
-    for number in dict.fromkeys(numbers):
-        rows = np.flatnonzero(numbers == number)
-        first, last = rows[0], rows[-1]
-        # The first line is written some time after the start: by so much work, or one evaluation.
-        lead_s = table["eval_s"][first]
-        if math.isfinite(table["loss"][first]) and table["tokens_per_s"][first] > 0:
-            lead_s = (table["tokens"][first] - tokens) / table["tokens_per_s"][first]
-        started = float(table["time"][first] - max(0.0, np.nan_to_num(lead_s)))
-        length_s = float(table["time"][last]) - started if has_times else math.nan
-        if has_times:
-            table["wall_s"][rows] = wall_s + table["time"][rows] - started
-        last_step = int(table["step"][last])
-        sessions.append(Session(int(number), started, step, tokens, wall_s, length_s, last_step))
-        step, tokens, wall_s = last_step, float(table["tokens"][last]), wall_s + length_s
-    return sessions
+def finite(values: np.ndarray) -> np.ndarray:
+    """The values that are finite."""
+    return values[np.isfinite(values)]

@@ -69,7 +69,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=qkv_bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
@@ -85,7 +86,13 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         dropout = self.config.dropout if self.training else 0.0
-        y = causal_attention(q, k, v, dropout, self.config.attention)  # (B, H, T, D)
+        if self.config.attention_fp32:
+            # Autocast would cast fp32 products back to bf16: it must be off, not only left alone.
+            with torch.autocast(x.device.type, enabled=False):
+                q, k, v = q.float(), k.float(), v.float()
+                y = causal_attention(q, k, v, dropout, self.config.attention)
+        else:
+            y = causal_attention(q, k, v, dropout, self.config.attention)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(batch, seq_len, width)
         return self.resid_dropout(self.c_proj(y))
 
@@ -100,19 +107,27 @@ def _unit_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide inside."""
+    """Two linear layers, four times as wide inside; for swiglu three, of as many parameters."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.squared_relu = config.mlp == "relu2"  # So et al. 2021, Primer
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.kind = config.mlp
+        inner = 8 * config.n_embd // 3 if config.mlp == "swiglu" else 4 * config.n_embd
+        first = 2 * inner if config.mlp == "swiglu" else inner  # gate and value in one product
+        self.c_fc = nn.Linear(config.n_embd, first, bias=config.bias)
+        self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
-        x = self.c_fc(x)  # (B, T, 4C)
-        x = F.relu(x).square() if self.squared_relu else F.gelu(x, approximate="tanh")
+        x = self.c_fc(x)  # (B, T, 4C), swiglu (B, T, 16C/3)
+        if self.kind == "gelu":
+            x = F.gelu(x, approximate="tanh")
+        elif self.kind == "relu2":
+            x = F.relu(x).square()
+        else:
+            gate, value = x.chunk(2, dim=-1)
+            x = F.silu(gate) * value
         return self.dropout(self.c_proj(x))
 
 

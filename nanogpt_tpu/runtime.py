@@ -122,6 +122,10 @@ class Runtime:
             return xm.send_cpu_data_to_device([number], self.device)[0]
         return number.to(self.device)
 
+    def hyperparameter(self, value: float) -> float | torch.Tensor:
+        """A number for the optimizer: on XLA data of the program, elsewhere itself."""
+        return self.scalar(value) if self.is_xla else value
+
     def zero(self) -> torch.Tensor:
         """A scalar to sum into, on the device, as a program would have left it.
 

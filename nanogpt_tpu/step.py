@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanogpt_tpu.config import BatchPlan, TrainConfig
-from nanogpt_tpu.optim import learning_rate, make_optimizer, set_learning_rate
+from nanogpt_tpu.optim import make_optimizer, set_step
 from nanogpt_tpu.runtime import Runtime
 
 
@@ -17,7 +17,7 @@ class TrainStep:
 
     Attributes:
         model: as prepared by the runtime.
-        optimizer: AdamW itself, without Accelerate's wrapper.
+        optimizer: the optimizer itself, without Accelerate's wrapper.
         loss, grad_norm: device scalars of the last step: mean loss over the step's tokens, and the
             norm of the gradient before clipping.
         bad_step: device scalar, the first step whose loss or gradient was not finite, else 0.
@@ -75,8 +75,7 @@ class TrainStep:
         self.loss = self._loss_sum.clone()
         bad = ~torch.isfinite(self.loss + self.grad_norm) & (self.bad_step == 0)
         self.bad_step = torch.where(bad, runtime.scalar(step), self.bad_step)
-        rate = learning_rate(self._config, step)
-        set_learning_rate(self.optimizer, runtime.scalar(rate) if runtime.is_xla else rate)
+        set_step(self.optimizer, self._config, step, runtime.hyperparameter)
         self._prepared_optimizer.step()
         self._prepared_optimizer.zero_grad(set_to_none=not runtime.is_xla)
         self._loss_sum.zero_()

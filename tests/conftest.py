@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, threads only wait
+
 REPO = Path(__file__).resolve().parents[1]
 WORDS = (
     "the", "a", "of", "learning", "river", "stone", "语言", "模型", "über", "😀", "graph.\n", "42",

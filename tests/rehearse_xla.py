@@ -61,9 +61,17 @@ def placement(runtime, data):
     }
 
 
-def program_counts(runtime, data, out):
+def program_counts(runtime, data, out, optimizer):
     """Programs compiled after each of some steps that tempt XLA to make new ones."""
-    run = config(data, out, tokens_per_step=1024, warmup_steps=0, min_lr_ratio=0.0, num_steps=709)
+    run = config(
+        data,
+        out,
+        tokens_per_step=1024,
+        warmup_steps=0,
+        min_lr_ratio=0.0,
+        num_steps=709,
+        optimizer=optimizer,
+    )
     plan = run.plan(runtime.num_devices)
     loader = ShardLoader(data, "train", run.seq_len, plan.sequences_per_step, seed=run.seed)
     torch.manual_seed(0)
@@ -72,7 +80,8 @@ def program_counts(runtime, data, out):
     for number in (1, 2, 3, 320, 321, 324, 325, 326, 327, 704, 705, 706, 707, 708, 709):
         if number in (320, 704):  # as if all the steps before had been made
             for state in step.optimizer.state.values():
-                state["step"].copy_(runtime.scalar(number - 1.0))
+                if "step" in state:
+                    state["step"].copy_(runtime.scalar(number - 1.0))
             runtime.cut(wait=True)
         reads = runtime.num_host_reads
         step.run(number, *loader(number - 1))
@@ -113,7 +122,11 @@ def main(data, work):
     facts["ten_val_losses"] = [r["val_loss"] for r in read_metrics(work / "ten") if "val_loss" in r]
     runtime = Runtime("xla-cpu:8", "fp32")
     facts["placement"] = placement(runtime, data)
-    facts["programs"] = program_counts(runtime, data, work / "unused")
+    for optimizer in ("adamw", "muon"):
+        counts = program_counts(runtime, data, work / "unused", optimizer)
+        facts[f"programs_{optimizer}"] = counts
+    train(config(data, work / "muon", num_steps=10, optimizer="muon"))
+    facts["muon_losses"] = losses(work / "muon")
     facts["sampling"] = shapes_seen(work / "ten", runtime)
 
     dropout = {"num_steps": 20, "dropout": 0.1, "tokens_per_step": 1024, "eval_every": None}

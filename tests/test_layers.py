@@ -9,7 +9,7 @@ import nanogpt_tpu
 
 PACKAGE = Path(nanogpt_tpu.__file__).parent
 LAYERS = (
-    ("errors",),
+    ("errors", "presets"),
     ("env", "config"),
     (
         "tokenizer",
@@ -20,7 +20,6 @@ LAYERS = (
         "attention",
         "optim",
         "runtime",
-        "live",
         "flags",
     ),
     ("model", "prepare", "inspection", "checkpoint", "curves", "findings"),

@@ -4,10 +4,11 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.metrics import METRICS, MetricsLog, read_metrics
+from nanogpt_tpu.metrics import METRICS, MetricsLog, read_metrics, to_table
 
 
 def write_session(run_dir: Path, resumed_at: int, *steps: int) -> None:
@@ -75,3 +76,52 @@ def test_a_folder_without_metrics(tmp_path):
         read_metrics(tmp_path)
     write_session(tmp_path, 5, 6)  # resumed from elsewhere: the log begins here
     assert lines(tmp_path) == [(6, 1)]
+
+
+def test_records_become_columns():
+    nan = float("nan")
+    table = to_table(
+        [
+            {"step": 0, "tokens": 0, "val_loss": 8.0, "mfu": None, "prompt": "not a column"},
+            {"step": 5, "tokens": 50, "loss": 7, "grad_norm": 1.0},
+            {"step": 6, "tokens": 60, "loss": None, "grad_norm": 1.0},
+            {"step": 7, "tokens": 70, "loss": 6.0, "grad_norm": math.inf},
+        ]
+    )
+    np.testing.assert_equal(table["loss"], [nan, 7.0, nan, 6.0])
+    np.testing.assert_equal(table["grad_norm"], [nan, 1.0, 1.0, nan])
+    np.testing.assert_equal(table["val_loss"], [8.0, nan, nan, nan])
+    assert table["is_bad"].tolist() == [False, False, True, True]
+    assert table["session"].tolist() == [1, 1, 1, 1]
+    assert np.isnan(table["wall_s"]).all()
+
+
+def test_wall_time_leaves_out_the_gap_between_sessions():
+    speed = {"loss": 1.0, "tokens_per_s": 10.0}
+    table = to_table(
+        [
+            {"step": 0, "tokens": 0, "val_loss": 8.0, "time": 1000, "session": 1},
+            {"step": 5, "tokens": 50, **speed, "time": 1005, "session": 1},
+            {"step": 10, "tokens": 100, **speed, "time": 1012, "session": 1},
+            {"step": 15, "tokens": 150, **speed, "time": 90_000, "session": 2},
+            {"step": 20, "tokens": 200, **speed, "time": 90_006, "session": 2},
+        ]
+    )
+    assert table["wall_s"].tolist() == [0, 5, 12, 17, 23]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"loss": 1.0},
+        {"step": 2, "tokens": None, "loss": 1.0},
+        {"step": 2, "tokens": math.inf, "loss": 1.0},
+        {"step": 2, "tokens": 2, "loss": "low"},
+        {"step": 2, "tokens": 2, "lr": [1e-3]},
+        {"step": 2, "tokens": 2, "loss": 10**400},
+    ],
+)
+def test_a_record_that_is_not_of_a_run_is_named(bad):
+    with pytest.raises(UserError, match=r"^run/metrics\.jsonl:2 is no line of ours") as caught:
+        to_table([{"step": 1, "tokens": 1, "loss": 1.0}, bad], "run/metrics.jsonl")
+    assert "\n" not in str(caught.value)

@@ -15,6 +15,7 @@ SWITCHES = [
     {},
     {"norm": "rmsnorm", "mlp": "relu2", "position": "rope", "qk_norm": True, "bias": False},
     {"tie_embeddings": False, "zero_init_residual": True, "attention": "xla"},
+    {"mlp": "swiglu", "n_embd": 36, "attention_fp32": True, "qkv_bias": False},
 ]
 
 
@@ -34,6 +35,55 @@ def test_gpt2_has_the_published_number_of_parameters():
         model = GPT(preset("gpt2").model)
     assert model.num_params() == 124_439_808
     assert sum(p.numel() for p in model.parameters()) == 124_475_904  # 47 rows of padding
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params"),
+    [
+        ("gpt2-untied", 163_009_536),
+        ("blog", 123_653_376),
+        ("tpu-fast", 123_532_032),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_presets_have_their_numbers_of_parameters(name, num_params):
+    with torch.device("meta"):
+        assert GPT(preset(name).model).num_params() == num_params
+
+
+def test_swiglu_has_as_many_parameters_as_the_others():
+    counts = {
+        kind: GPT(tiny(mlp=kind, n_embd=48, bias=False)).num_params()
+        for kind in ("gelu", "relu2", "swiglu")
+    }
+    assert len(set(counts.values())) == 1
+    with pytest.raises(UserError, match=r"n_embd 32 is no multiple of 3: try 30"):
+        tiny(mlp="swiglu")
+
+
+def test_qkv_bias_follows_bias_unless_set():
+    def has_bias(**changes):
+        attention = GPT(tiny(**changes)).h[0].attn
+        return attention.c_attn.bias is not None, attention.c_proj.bias is not None
+
+    assert has_bias(bias=True) == (True, True)
+    assert has_bias(bias=False) == (False, False)
+    assert has_bias(bias=True, qkv_bias=False) == (False, True)
+
+
+def test_attention_in_fp32_is_untouched_by_autocast(monkeypatch):
+    torch.manual_seed(0)
+    seen = []
+    model = GPT(tiny(attention_fp32=True, attention="xla"))
+    monkeypatch.setattr(
+        "nanogpt_tpu.model.causal_attention",
+        lambda q, *rest: seen.append(q.dtype) or causal_attention(q, *rest),
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(batch(model.config)[0])
+    assert set(seen) == {torch.float32}
 
 
 def test_the_head_is_the_embedding_itself():

@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from nanogpt_tpu.config import preset
+from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.model import GPT
-from nanogpt_tpu.optim import learning_rate, make_optimizer, param_groups
+from nanogpt_tpu.optim import (
+    MUON_MOMENTUM,
+    Muon,
+    learning_rate,
+    make_optimizer,
+    orthogonalize,
+    param_groups,
+    set_step,
+)
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay():
@@ -22,6 +31,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay():
 SCHEDULES = {  # peak 1.0 at step 10 of 110, then to 0.1
     "cosine": {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.868198, 60: 0.55, 85: 0.231802, 110: 0.1, 120: 0.1},
     "linear": {1: 0.1, 10: 1.0, 35: 0.775, 60: 0.55, 85: 0.325, 110: 0.1, 120: 0.1},
+    "wsd": {1: 0.1, 10: 1.0, 66: 1.0, 77: 0.775, 88: 0.55, 99: 0.325, 110: 0.1, 120: 0.1},
     "constant": {1: 0.1, 10: 1.0, 35: 1.0, 110: 1.0},
 }
 
@@ -63,3 +73,75 @@ def test_the_update_is_adamw_as_published():
     # After one step the bias-corrected moments are the gradient and its square: a step of +-lr.
     expected = torch.tensor([[1.0, -2.0]]) * (1 - 0.01 * 0.1) - 0.01 * torch.tensor([[1.0, 1.0]])
     assert torch.allclose(layer.weight.data, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 32), (5, 16, 64), (2, 33, 70)])
+def test_orthogonalize_keeps_directions_and_evens_out_lengths(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, singular, v = torch.linalg.svd(matrices, full_matrices=False)
+    result = orthogonalize(matrices)
+    for got, left, right, lengths in zip(result, u, v, singular, strict=True):
+        along = left.T @ got @ right.T  # diagonal where the directions are kept
+        assert torch.allclose(along, along.diag().diag(), atol=1e-3)
+        well_above_zero = lengths > lengths.max() * 0.02
+        assert along.diag()[well_above_zero].min() > 0.7
+        assert along.diag().max() < 1.2
+
+
+def test_muon_takes_the_matrices_in_blocks_and_nothing_else():
+    model = GPT(preset("tiny").model)
+    optimizer = make_optimizer(model, preset("tiny", optimizer="muon"))
+    (muon,) = (group for group in optimizer.param_groups if "num_parts" in group)
+    names = {param: name for name, param in model.named_parameters()}
+    assert {names[param] for param in muon["params"]} == {
+        f"h.{layer}.{part}.weight"
+        for layer in range(2)
+        for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    members = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(members) == sorted(id(param) for param in model.parameters())
+    with pytest.raises(UserError, match="blocks named 'h'"):
+        make_optimizer(torch.nn.Linear(2, 2), preset("tiny", optimizer="muon"))
+
+
+def test_a_muon_step_is_that_of_its_paper():
+    """Momentum, Nesterov, the nearest orthogonal matrix of q, k and v apart, AdamW's size."""
+    config = preset("tiny", optimizer="muon", weight_decay=0.1)
+    torch.manual_seed(0)
+    model = GPT(config.model)
+    optimizer = make_optimizer(model, config)
+    assert isinstance(optimizer, Muon)
+    weight = model.h[0].attn.c_attn.weight
+    before = weight.detach().clone()
+    gradients = [torch.randn_like(weight) for _ in range(2)]
+    momentum = torch.zeros_like(weight)
+    for step, gradient in enumerate(gradients, start=1):
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        weight.grad = gradient.clone()
+        set_step(optimizer, config.replace(learning_rate=0.01, warmup_steps=0), step, float)
+        optimizer.step()
+        beta = MUON_MOMENTUM[0] + (MUON_MOMENTUM[1] - MUON_MOMENTUM[0]) * step / MUON_MOMENTUM[2]
+        momentum = beta * momentum + (1 - beta) * gradient
+        look_ahead = beta * momentum + (1 - beta) * gradient
+        parts = [orthogonalize(part[None])[0] for part in look_ahead.chunk(3)]
+        rate = optimizer.param_groups[-1]["lr"]
+        before = before * (1 - rate * 0.1) - rate * 0.2 * 32**0.5 * torch.cat(parts)
+    assert torch.allclose(weight, before, atol=1e-5)
+
+
+def test_tall_and_wide_matrices_take_the_same_step():
+    config = preset("tiny", optimizer="muon", weight_decay=0.0, learning_rate=0.01)
+    torch.manual_seed(0)
+    model = GPT(config.model)
+    optimizer = make_optimizer(model, config)
+    tall, wide = model.h[0].mlp.c_fc.weight, model.h[0].mlp.c_proj.weight
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    tall.grad = torch.randn_like(tall)
+    wide.grad = tall.grad.T.clone()
+    before = tall.detach().clone(), wide.detach().clone()
+    set_step(optimizer, config, 10, float)
+    optimizer.step()
+    assert torch.allclose(tall - before[0], (wide - before[1]).T, atol=1e-6)
+    assert (tall - before[0]).abs().sum() > 0

@@ -109,13 +109,15 @@ def test_recomputed_activations_change_nothing(shards, tmp_path, dropout):
 RESUMED = {"num_steps": 20, "dropout": 0.1, "checkpoint_every": None}
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stops", [(7,), (1,), (19,), (3, 11, 12)])
-def test_stopped_and_resumed_is_the_same_run(shards, tmp_path, stops):
-    assert train(small(shards, tmp_path / "straight", **RESUMED)).stopped_because == "done"
+def test_stopped_and_resumed_is_the_same_run(shards, tmp_path, stops, optimizer):
+    run = {**RESUMED, "optimizer": optimizer}
+    assert train(small(shards, tmp_path / "straight", **run)).stopped_because == "done"
     for stop in stops:
-        result = train(small(shards, tmp_path / "parts", **RESUMED, stop_after_step=stop))
+        result = train(small(shards, tmp_path / "parts", **run, stop_after_step=stop))
         assert (result.step, result.stopped_because) == (stop, "step")
-    assert train(small(shards, tmp_path / "parts", **RESUMED)).step == 20
+    assert train(small(shards, tmp_path / "parts", **run)).step == 20
 
     assert losses(tmp_path / "parts") == losses(tmp_path / "straight")
     assert_same_weights(tmp_path / "parts", tmp_path / "straight")

@@ -78,9 +78,19 @@ def test_losses_are_those_of_the_cpu(facts, data, tmp_path):
     assert cpu[-1] < cpu[0] - 0.5
 
 
-def test_no_new_program_after_the_first_step(facts):
+def test_muon_learns_as_on_the_cpu(facts, data, tmp_path):
+    """Its products run in bf16 here and in fp32 there."""
+    run = {"num_steps": 10, "optimizer": "muon", "checkpoint_every": None, "device": "cpu"}
+    ng.train(ng.preset("tiny", data=str(data), out=str(tmp_path / "cpu"), **run))
+    cpu = [record["loss"] for record in read_metrics(tmp_path / "cpu") if "loss" in record]
+    assert facts["muon_losses"] == pytest.approx(cpu, rel=5e-3)
+    assert cpu[-1] < cpu[0] - 0.5
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_no_new_program_after_the_first_step(facts, optimizer):
     """Also where bias corrections become exactly 1 and where the learning rate reaches 0."""
-    counts = facts["programs"]
+    counts = facts[f"programs_{optimizer}"]
     assert counts["1"] == counts["2"] == counts["3"]
     late = {number: count for number, count in counts.items() if int(number) >= 320}
     assert len(late) == 12
