@@ -78,7 +78,8 @@ def run(data, name, settings, learning_rate, seed, num_steps):
             preset, **settings, data=str(data), out=f"{folder}/run", seed=seed,
             num_steps=num_steps, learning_rate=learning_rate, warmup_steps=num_steps // 15,
         )  # fmt: skip
-        ng.train(config)
+        if ng.train(config).stopped_because != "done":
+            raise SystemExit("interrupted: run the same command again to go on")
         curve = [
             (r["tokens"], r["val_loss"]) for r in read_metrics(Path(folder) / "run")
             if "val_loss" in r

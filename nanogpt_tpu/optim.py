@@ -145,8 +145,10 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     Takes (n, rows, columns) with rows <= columns, any float dtype; returns fp32. The products run
     in bf16 on accelerators, where the method was made to, and in fp32 on the CPU.
     """
-    x = matrices if matrices.device.type == "cpu" else matrices.bfloat16()
+    x = matrices.float()
+    # In fp32: a sum of squares in bf16 comes out too small, and the iteration then diverges (seen).
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    x = x if x.device.type == "cpu" else x.bfloat16()
     for a, b, c in POLAR_EXPRESS:
         square = x @ x.mT  # (n, rows, rows)
         x = a * x + (b * square + c * square @ square) @ x

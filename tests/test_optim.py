@@ -88,6 +88,16 @@ def test_orthogonalize_keeps_directions_and_evens_out_lengths(shape):
         assert along.diag().max() < 1.2
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-3, 1e6])
+def test_orthogonalize_is_safe_for_any_size_and_rank(size):
+    generator = torch.Generator().manual_seed(0)
+    rank_one = torch.randn(1, 64, 1, generator=generator) @ torch.randn(1, 1, 64)
+    result = orthogonalize(rank_one * size)
+    assert torch.isfinite(result).all()
+    assert torch.linalg.svdvals(result).max() < 1.2
+    assert torch.equal(orthogonalize(torch.zeros(2, 8, 8)), torch.zeros(2, 8, 8))
+
+
 def test_muon_takes_the_matrices_in_blocks_and_nothing_else():
     model = GPT(preset("tiny").model)
     optimizer = make_optimizer(model, preset("tiny", optimizer="muon"))
