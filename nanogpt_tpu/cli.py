@@ -83,18 +83,20 @@ def _demo(args: argparse.Namespace) -> Values:
 def _prepare(args: argparse.Namespace) -> Values:
     from nanogpt_tpu.prepare import prepare
 
-    manifest = prepare(
-        args.source,
-        args.out,
-        args.tokenizer,
-        train_tokenizer=args.train_tokenizer,
-        val_tokens=args.val_tokens,
-        shard_tokens=args.shard_tokens,
-        max_tokens=args.max_tokens,
-        text_field=_text(args.text_field),
-    )
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "json")}
+    if args.text_field is not None:
+        given["text_field"] = _text(args.text_field)
+    manifest = prepare(**given)
     print(f"{args.out}: {manifest}")
     print(f"Next: nanogpt-tpu train --preset demo --data {args.out} --out RUN")
+    return manifest.to_dict()
+
+
+def _merge(args: argparse.Namespace) -> Values:
+    from nanogpt_tpu.merge import merge
+
+    manifest = merge(args.data, args.out)
+    print(f"{args.out}: {manifest}")
     return manifest.to_dict()
 
 
@@ -212,6 +214,7 @@ def _report(args: argparse.Namespace) -> Values:
 _RUN: dict[str, Callable[[argparse.Namespace], Values]] = {
     "demo": _demo,
     "prepare": _prepare,
+    "merge": _merge,
     "inspect": _inspect,
     "train": _train,
     "sample": _sample,

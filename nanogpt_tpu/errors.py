@@ -13,6 +13,10 @@ class UserError(ValueError):
     """A mistake the user can mend. The command line prints it as one line and exits with 2."""
 
 
+class PausedError(UserError):
+    """Work stopped before its end, but what is done is kept: the same call goes on from there."""
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name that is not in `known`, with the nearest one that is."""
     known = list(known)

@@ -48,6 +48,11 @@ _DEVICE: dict[str, Any] = {"--device": {"default": "auto", "help": "as for train
 _NUMBER: dict[str, Any] = {"type": whole_number}
 _MAYBE: dict[str, Any] = {"type": optional(whole_number), "default": None}
 
+SOURCES = (
+    "demo, poems, fineweb-edu, fineweb, fineweb-shards[:N], hf:owner/name[:config], or files, "
+    "folders, globs: .txt .md .jsonl .parquet (.gz .zst)"
+)
+
 # command: (help, flags with what argparse takes for each)
 COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "demo": (
@@ -57,17 +62,32 @@ COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "prepare": (
         "documents to verified token shards",
         {
-            "source": {"nargs": "+", "help": "demo, or files, folders, globs: .txt .md .jsonl"},
+            "source": {"nargs": "+", "help": f"{SOURCES}; see README"},
             "--out": {"required": True, "help": "data folder to make"},
             "--tokenizer": {"default": "gpt2", "help": "gpt2, bytes or a tokenizer.json"},
             "--train-tokenizer": {**_MAYBE, "metavar": "VOCAB", "help": "train a BPE first"},
             "--val-tokens": {**_NUMBER, "default": 1_048_576},
             "--shard-tokens": {**_NUMBER, "default": 100_000_000},
             "--max-tokens": _MAYBE,
-            "--text-field": {"default": "text", "help": "field of a JSON line with the text"},
+            "--max-output-bytes": {**_MAYBE, "help": "stop before the folder is larger"},
+            "--part": {"metavar": "I/N", "help": "prepare only the I-th of N parts"},
+            "--text-field": {"help": "field or column with the text (default: text, or guessed)"},
+            "--workers": {**_MAYBE, "help": "encoding processes (default: one a core)"},
+            "--strip-html": {"action": "store_true", "help": "keep the text of HTML only"},
+            "--collapse-blank": {"action": "store_true", "help": "one empty line at most"},
+            "--min-chars": {**_MAYBE, "help": "drop shorter documents"},
+            "--script": {"help": "drop documents mostly not in it, such as Han"},
+            "--drop-duplicates": {"choices": ("exact", "near")},
         },
     ),
-    "inspect": ("verify hashes and ids of a data folder", {"data": {}}),
+    "merge": (
+        "several data folders as one, without copying",
+        {"data": {"nargs": "+", "metavar": "DIR"}, "--out": {"required": True}},
+    ),
+    "inspect": (
+        "verify hashes and ids of a data folder, count and draw its documents",
+        {"data": {}, "--block-size": {**_NUMBER, "default": 1024, "help": "the model's context"}},
+    ),
     "train": (
         "train, or go on training",
         {"--config": {"help": "config.json of an earlier run, to run it again"}},

@@ -1,56 +1,46 @@
-"""Documents to tokens to shards.
+"""Documents to tokens to shards, on all cores, so that a kill at any moment loses seconds.
 
     prepare("book.txt", "data", train_tokenizer=4096)
     prepare("demo", "data", tokenizer="bytes")        # text that every Python carries, no network
 
-The rules, the same for every source: text is ordinary text (`tokenizer.clean_text` says how it is
+The rules, the same for every source: text is ordinary text (`encode.clean_text` says how it is
 cleaned), and each document is preceded by one end-of-text id. The first tenth of the tokens, at
 most `val_tokens`, is the validation split, cut between documents where it can be.
+
+Work lies in the folder `.partial` until all is done. Its journal holds where the reader and the
+writer stood together; the same call goes on there, whatever the number of workers.
 """
 
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from nanogpt_tpu.errors import UserError, between, positive, well_typed
-from nanogpt_tpu.shards import MANIFEST, Manifest, ShardInfo, read_shard, shard_name, write_shard
+from nanogpt_tpu.encode import Encoder, Pool
+from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.files import Continuation
+from nanogpt_tpu.manifest import Manifest
+from nanogpt_tpu.merge import READY, download_ready
 from nanogpt_tpu.sources import Reader
-from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
+from nanogpt_tpu.staging import Settings, Staging
+from nanogpt_tpu.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from nanogpt_tpu.tokenizer import train_tokenizer as learn_tokenizer
+from nanogpt_tpu.writer import Writer
 
-BATCH_DOCUMENTS = 256
+BATCH_CHARS, BATCH_DOCUMENTS = 400_000, 4096
+LEARN_CHARS = 500_000_000  # of a larger corpus, every n-th document trains the tokenizer
 PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a data folder was made; the manifest keeps it, to know the same call again."""
-
-    source_bytes: int
-    tokenizer: str | None
-    train_tokenizer: int | None
-    val_tokens: int
-    shard_tokens: int
-    max_tokens: int | None
-    text_field: str
-
-    def __post_init__(self) -> None:
-        well_typed(self)
-        positive(self, "train_tokenizer", "max_tokens")
-        between(self, 0, 2**40, "val_tokens")
-        between(self, 1, 2**31 - 1, "shard_tokens")  # its header counts in int32
+Documents = Callable[[], Iterable[str]] | Iterator[str]
+State = dict[str, Any] | None
 
 
 def prepare(
-    source: PathLike | Sequence[PathLike],
+    source: PathLike | Documents | Sequence[PathLike | Documents],
     out: PathLike,
     tokenizer: PathLike = "gpt2",
     *,
@@ -58,207 +48,213 @@ def prepare(
     val_tokens: int = 1_048_576,
     shard_tokens: int = 100_000_000,
     max_tokens: int | None = None,
-    text_field: str = "text",
+    max_output_bytes: int | None = None,
+    part: str | None = None,
+    text_field: str | None = None,
+    workers: int | None = None,
+    strip_html: bool = False,
+    collapse_blank: bool = False,
+    min_chars: int | None = None,
+    script: str | None = None,
+    drop_duplicates: str | None = None,
 ) -> Manifest:
     """Turn documents into token shards in folder `out`; nothing appears there before all is done.
 
+    Stopped in any way and called again, it goes on, to the same bytes; `workers` changes none.
+
     Args:
-        source: "demo", or files, folders and globs of .txt, .md (one document each) and .jsonl.
+        source: "demo", "poems", "fineweb-edu", "fineweb", "fineweb-shards[:N]" (ready-made),
+            "hf:owner/name[:config]"; files, folders
+            and globs of .txt, .md (one document each), .jsonl, .parquet, also .gz and .zst; an
+            iterator of strings, or a function that returns one; or several of these.
         out: the data folder; made if missing, refused if it holds other data.
         tokenizer: "gpt2", "bytes", or a tokenizer.json; not used when train_tokenizer is given.
         train_tokenizer: size of a byte-level BPE to train on the source itself.
         val_tokens: the most tokens of the validation split; 0 for none.
         shard_tokens: tokens in a full shard.
         max_tokens: stop after so many.
-        text_field: the field of a JSON line that holds its text.
+        max_output_bytes: stop before the folder grows larger.
+        part: "i/n" prepares the i-th of n parts, by file or else by record; 1/n is the first.
+        text_field: field or column that holds the text; "text", or guessed where there is none.
+        workers: encoding processes; one a core unless given.
+        strip_html: see `clean.Cleaning`, as for those that follow.
+        collapse_blank: at most one empty line and one space in a row.
+        min_chars: drop shorter documents.
+        script: drop documents mostly not in it, such as Han.
+        drop_duplicates: "exact" or "near".
 
     Raises:
         UserError: missing, empty or undecodable source; bad sizes; folder not writable or taken.
+        PausedError: disk full or hub out of reach; the same call goes on later.
     """
-    names = (source,) if isinstance(source, str | os.PathLike) else tuple(source)
-    reader = Reader(tuple(os.fspath(name) for name in names), text_field)
-    name = None if train_tokenizer is not None else _as_text(tokenizer)
-    settings = Settings(
-        reader.num_bytes, name, train_tokenizer, val_tokens, shard_tokens, max_tokens, text_field
-    )
-    folder = Path(out)
-    return _existing(folder, reader, settings) or _make(folder, reader, tokenizer, settings)
+    given = dict(locals())
+    workers = (os.cpu_count() or 1) if workers is None else workers
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise UserError(f"workers is {workers!r}: it must be a whole number above 0")
+    if isinstance(source, list | tuple) and len(source) == 1:
+        source = source[0]
+    is_one = isinstance(source, str | os.PathLike | Iterator) or callable(source)
+    origins = tuple(map(_origin, [source] if is_one else source))  # type: ignore[arg-type]
+    if isinstance(source, str) and source.partition(":")[0] == READY:
+        count = source.partition(":")[2] or "8"
+        return download_ready(int(count) if count.isdecimal() else 0, out)
+    reader = Reader(origins, text_field, _parse_part(part))
+    if train_tokenizer is not None:
+        given["tokenizer"] = None
+        if any(isinstance(one, Iterator) for one in ([source] if is_one else source)):  # type: ignore[union-attr]
+            raise UserError("an iterator gives its texts once, a tokenizer must be trained first: "
+                            "give a function that returns an iterator")  # fmt: skip
+    else:
+        given["tokenizer"] = _as_text(tokenizer)
+    given["source_bytes"] = reader.num_bytes
+    settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
+    staging = Staging(Path(out), " ".join(map(_as_text, origins)), settings)
+    return staging.existing() or _Job(staging, reader, settings, workers).make(tokenizer)
 
 
-def _as_text(path: PathLike) -> str:
+def _origin(source: Any) -> str | Callable[[], Iterable[str]]:
+    if isinstance(source, Iterator):
+        return lambda: source
+    return source if callable(source) else os.fspath(source)
+
+
+def _parse_part(part: str | None) -> tuple[int, int]:
+    if part is None:
+        return 0, 1
+    index, _, count = str(part).partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise UserError(f"part is {part!r}: it must be i/n with i from 1 to n, such as 1/4")
+    return int(index) - 1, int(count)
+
+
+def _as_text(path: Any) -> str:
     """A path for people to read and for JSON to hold, the same in every locale."""
-    return os.fsencode(path).decode("utf-8", "replace")
+    if isinstance(path, str | os.PathLike):
+        return os.fsencode(path).decode("utf-8", "replace")
+    return f"python:{getattr(path, '__qualname__', type(path).__name__)}"
 
 
-def _source(reader: Reader) -> str:
-    return " ".join(map(_as_text, reader.sources))
+class _Job:
+    """One call of `prepare` that has something to do."""
 
+    def __init__(self, staging: Staging, reader: Reader, settings: Settings, workers: int) -> None:
+        self._staging, self._reader = staging, reader
+        self._settings, self._workers = settings, workers
 
-def _existing(folder: Path, reader: Reader, settings: Settings) -> Manifest | None:
-    """The manifest already in `folder` if it was made from the same source in the same way."""
-    if not (folder / MANIFEST).exists():
-        if any(folder.glob("*.bin")):
-            raise UserError(f"{folder} holds shards of something else: choose another --out")
-        return None
-    manifest = Manifest.load(folder)
-    then = {"source": manifest.source, **manifest.settings}
-    now = {"source": _source(reader), **asdict(settings)}
-    for name in sorted(then.keys() | now.keys()):
-        if then.get(name) != now.get(name):
+    def make(self, tokenizer: PathLike) -> Manifest:
+        """Do the work, or what is left of it."""
+        self._staging.check_space()
+        with self._staging.opened():
+            chosen = self._choose(tokenizer)
+            manifest = self._write(chosen)
+            chosen.save(self._staging.folder)
+            manifest.save(self._staging.folder)
+            self._staging.publish()
+        for line in self._reader.warnings:
+            print(f"warning: {line}", file=sys.stderr)
+        return manifest
+
+    def _choose(self, tokenizer: PathLike) -> Tokenizer:
+        """The tokenizer: named, or trained now or by an earlier call."""
+        size, folder = self._settings.train_tokenizer, self._staging.folder
+        if size is None:
+            return load_tokenizer(tokenizer)
+        if (folder / FILE_NAME).exists():
+            return load_tokenizer(folder)
+        learned = learn_tokenizer(self._sample(), size)
+        learned.save(folder)
+        return learned
+
+    def _sample(self) -> Iterator[str]:
+        """Documents to learn a vocabulary from: all, or every n-th of a large corpus."""
+        stride, num_left = 1 + self._reader.num_bytes // LEARN_CHARS, LEARN_CHARS
+        for number, text in enumerate(self._texts(None)):
+            if num_left <= 0:
+                return
+            if number % stride == 0:
+                num_left -= len(text)
+                yield text
+
+    def _texts(self, state: State) -> Iterator[str]:
+        """Cleaned documents after `state`; what remembers documents sees the earlier ones again."""
+        reader, cleaning = self._reader, self._settings.cleaning
+        is_replayed = state is not None and cleaning.remembers
+        texts = reader.read_from(None if is_replayed else state)
+        texts = cleaning.clean(texts, reader.num_skipped)
+        if state is not None and is_replayed:
+            for _ in texts:
+                if reader.num_read == state["num_read"]:
+                    break
+        return texts
+
+    def _batches(self, state: State) -> Iterator[tuple[list[str], bool, Any]]:
+        """(texts, whether they go on with a document, the reader's state after them)."""
+        texts: list[str] = []
+        num_chars = 0
+        for text in self._texts(state):
+            if isinstance(text, Continuation):
+                if texts:
+                    yield texts, False, None  # the reader is past them already
+                yield [text], True, self._reader.state()
+                texts, num_chars = [], 0
+                continue
+            texts.append(text)
+            num_chars += len(text)
+            if num_chars >= BATCH_CHARS or len(texts) == BATCH_DOCUMENTS:
+                yield texts, False, self._reader.state()
+                texts, num_chars = [], 0
+        if texts:
+            yield texts, False, self._reader.state()
+
+    def _write(self, tokenizer: Tokenizer) -> Manifest:
+        """Encode every document and write both splits into the staging folder."""
+        encoder, settings, journal = tokenizer.encoder, self._settings, self._staging.journal
+        writer = Writer(
+            self._staging.folder, settings.val_tokens, settings.shard_tokens, encoder.dtype,
+            encoder.eot_id, journal["writer"],
+        )  # fmt: skip
+        try:
+            self._fill(writer, encoder, journal)
+            writer.close()
+        finally:
+            writer.abandon()
+        return Manifest(
+            tokenizer=tokenizer.describe(),
+            splits=writer.shards,
+            num_documents=journal["num_documents"],
+            num_skipped=journal["reader"]["skipped"] if journal["reader"] else {},
+            source=journal["call"]["source"],
+            settings=asdict(settings),
+        )
+
+    def _fill(self, writer: Writer, encoder: Encoder, journal: dict[str, Any]) -> None:
+        """Send all ids that are left into the writer; the journal learns of them."""
+        limit = self._settings.token_limit(np.dtype(encoder.dtype).itemsize)
+        batches, reader = self._batches(journal["reader"]), self._reader
+        with (
+            tqdm(desc="tokens", unit="tok", unit_scale=True, disable=None) as progress,
+            Pool(encoder, self._workers) as pool,
+        ):
+            progress.update(journal["num_tokens"])
+            for ids, state in pool.encode(batches):
+                if limit is not None:
+                    ids = ids[: limit - journal["num_tokens"]]
+                writer.add(ids)
+                journal["num_documents"] += int(np.count_nonzero(ids == encoder.eot_id))
+                journal["num_tokens"] += ids.size
+                progress.update(ids.size)
+                if state is not None:
+                    journal["reader"] = state
+                    if writer.is_due:
+                        journal["writer"] = writer.state()
+                        self._staging.save()
+                        self._staging.check_disk()
+                if journal["num_tokens"] == limit:
+                    break
+        if journal["num_documents"] == 0:
+            skipped = ", ".join(f"{n} {why}" for why, n in reader.num_skipped.items())
             raise UserError(
-                f"{folder} already holds data made with {name} {then.get(name)!r}, now it is "
-                f"{now.get(name)!r}: choose another --out, or delete that one"
+                f"source {journal['call']['source']!r} has no text: {skipped or 'no document'}"
             )
-    for shards in manifest.splits.values():
-        for shard in shards:
-            read_shard(folder / shard.file)
-    print(f"{folder} already holds this data: nothing to do", file=sys.stderr)
-    return manifest
-
-
-def _make(folder: Path, reader: Reader, tokenizer: PathLike, settings: Settings) -> Manifest:
-    with _staging(folder) as staging:
-        if settings.train_tokenizer is not None:
-            chosen = learn_tokenizer(reader, settings.train_tokenizer)
-        else:
-            chosen = load_tokenizer(tokenizer)
-        manifest = _write_all(reader, chosen, staging, settings)
-        chosen.save(staging)
-        for path in sorted(staging.iterdir()):
-            path.replace(folder / path.name)
-        manifest.save(folder)
-    for line in reader.warnings:
-        print(f"warning: {line}", file=sys.stderr)
-    return manifest
-
-
-@contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A folder inside `folder` to write into; a failure leaves nothing of what was made here."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    staging = folder / ".partial"
-    try:
-        shutil.rmtree(staging, ignore_errors=True)  # left by a killed run
-        staging.mkdir(parents=True)
-        yield staging
-    except OSError as error:
-        raise UserError(f"data folder {folder} cannot be written ({error.strerror})") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        for path in missing:
-            with suppress(OSError):  # not empty: all went well
-                path.rmdir()
-
-
-def _write_all(reader: Reader, tokenizer: Tokenizer, folder: Path, settings: Settings) -> Manifest:
-    """Encode every document and write both splits into `folder`."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    splitter = Splitter(folder, settings.val_tokens, settings.shard_tokens, dtype)
-    num_documents = num_tokens = 0
-    with tqdm(desc="tokens", unit="tok", unit_scale=True, disable=None) as progress:
-        for document in _encode(reader, tokenizer, dtype):
-            if settings.max_tokens is not None:
-                document = document[: settings.max_tokens - num_tokens]
-            splitter.add(document)
-            num_documents += 1
-            num_tokens += document.size
-            progress.update(document.size)
-            if num_tokens == settings.max_tokens:
-                break
-    if num_documents == 0:
-        skipped = ", ".join(f"{n} {why}" for why, n in reader.num_skipped.items()) or "no document"
-        raise UserError(f"source {_source(reader)!r} has no text: {skipped}")
-    return Manifest(
-        tokenizer=tokenizer.describe(),
-        splits=splitter.close(),
-        num_documents=num_documents,
-        num_skipped=dict(reader.num_skipped),
-        source=_source(reader),
-        settings=asdict(settings),
-    )
-
-
-def _encode(reader: Reader, tokenizer: Tokenizer, dtype: Any) -> Iterator[np.ndarray]:
-    """Each document's ids, preceded by end-of-text."""
-    batch: list[str] = []
-
-    def flush() -> Iterator[np.ndarray]:
-        for ids in tokenizer.encode_batch(batch):
-            yield np.array([tokenizer.eot_id, *ids], dtype=dtype)
-        batch.clear()
-
-    for text in reader:
-        batch.append(text)
-        if len(batch) == BATCH_DOCUMENTS:
-            yield from flush()
-    yield from flush()
-
-
-class ShardWriter:
-    """Takes token arrays, cuts them into shards of a split; keeps at most one shard in memory."""
-
-    def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: Any) -> None:
-        self._folder, self._split = folder, split
-        self._buffer = np.empty(shard_tokens, dtype=dtype)
-        self._used = 0
-        self.shards: list[ShardInfo] = []
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Append tokens, writing each shard that fills up."""
-        while tokens.size:
-            taken = min(tokens.size, self._buffer.size - self._used)
-            self._buffer[self._used : self._used + taken] = tokens[:taken]
-            self._used += taken
-            tokens = tokens[taken:]
-            if self._used == self._buffer.size:
-                self.close()
-
-    def close(self) -> None:
-        """Write what is left, if anything."""
-        if self._used:
-            path = self._folder / shard_name(self._split, len(self.shards))
-            self.shards.append(write_shard(path, self._buffer[: self._used]))
-            self._used = 0
-
-
-class Splitter:
-    """Sends the first documents to validation and the others to training."""
-
-    def __init__(self, folder: Path, val_tokens: int, shard_tokens: int, dtype: Any) -> None:
-        self._val_tokens = val_tokens
-        self._train = ShardWriter(folder, "train", shard_tokens, dtype)
-        self._val = ShardWriter(folder, "val", shard_tokens, dtype)
-        self._head: list[np.ndarray] | None = []  # held back until the validation cut is known
-        self._head_tokens = 0
-
-    def add(self, document: np.ndarray) -> None:
-        """Take the next document."""
-        if self._head is None:
-            self._train.add(document)
-            return
-        self._head.append(document)
-        self._head_tokens += document.size
-        if self._head_tokens >= 10 * self._val_tokens:
-            self._cut(self._head)
-            self._head = None
-
-    def close(self) -> dict[str, list[ShardInfo]]:
-        """Write what is left; the shards of each split."""
-        if self._head:
-            self._cut(self._head)
-        self._train.close()
-        self._val.close()
-        return {"train": self._train.shards, "val": self._val.shards}
-
-    def _cut(self, head: list[np.ndarray]) -> None:
-        """Send a tenth of `head`, at most val_tokens, to validation and the rest to training.
-
-        The documents that fit whole, if they fill half of that; else the next is cut inside.
-        """
-        wanted = min(self._val_tokens, self._head_tokens // 10)
-        ends = np.cumsum([document.size for document in head])
-        num_whole = int(ends[ends <= wanted].max(initial=0))
-        num_val = num_whole if num_whole >= wanted / 2 else wanted
-        tokens = np.concatenate(head)
-        self._val.add(tokens[:num_val])
-        self._train.add(tokens[num_val:])
+        if journal["num_tokens"] != limit:
+            journal["reader"] = reader.state()  # with what was skipped after the last document

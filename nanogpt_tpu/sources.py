@@ -1,51 +1,62 @@
-"""Documents out of files, and the text that every Python carries.
+"""Documents out of files, a hub, Python, or the text that every Python carries.
 
-    for text in Reader(("book.txt", "songs/*.jsonl")): ...
+    for text in Reader(("book.txt", "songs/*.jsonl.gz", "hf:owner/name")): ...
 
 Empty and blank documents are skipped and counted. Bytes that are no UTF-8, and halves of surrogate
 pairs in JSON, become U+FFFD and are reported with their position; text of which more than one
-character in ten is bad is no UTF-8 at all, and refused.
+character in ten is bad is no UTF-8 at all, and refused. A reader's `state()` says where it stands;
+`read_from(state)` goes on there.
 """
 
 import ast
-import codecs
-import json
 import pydoc_data.topics
-import re
 import sysconfig
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+from nanogpt_tpu import hub
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.files import PACKED, SUFFIXES, Continuation, Skip, kind_of, read_file
 
-SUFFIXES = (".txt", ".md", ".jsonl")
-MAX_BAD_SHARE = 0.1
-_SURROGATE = re.compile("[\ud800-\udfff]")
+BUILT_IN = ("demo", "poems")
 _SKIPPED_LIBRARY_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
+_START: dict[str, Any] = {"file": 0, "place": None, "num_read": 0, "skipped": {}, "mended": {}}
+Documents = Callable[[], Iterable[str]]
+Origin = str | Path | Documents
 
 
 @dataclass
 class Reader:
     """Reads documents out of sources, and counts what was skipped or mended on the way."""
 
-    sources: tuple[str, ...]
-    text_field: str = "text"
+    sources: tuple[str | Documents, ...]
+    text_field: str | None = None
+    """Field or column with the text; None takes "text", or guesses where there is none."""
+    part: tuple[int, int] = (0, 1)
+    """(index, count): every count-th file, or every count-th record where files are fewer."""
     num_skipped: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise UserError("no source: give demo, or files or globs ending in .txt .md .jsonl")
-        self._files = [path for name in self.sources for path in _find_files(name)]
-        self._mended: dict[Path, tuple[int, str]] = {}  # how much in a file, and where first
+            raise UserError(f"no source: give demo, or files or globs ending in {_suffixes()}")
+        files = [origin for source in self.sources for origin in _find(source)]
+        index, count = self.part
+        self._is_cut_by_file = len(files) >= count
+        self._files = files[index::count] if self._is_cut_by_file else files
+        self._mended: dict[str, tuple[int, str]] = {}  # how much in a file, and where first
+        self._at: tuple[int, Any] = (0, None)  # file, place in it
+        self.num_read = 0
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files, without the built-in text."""
-        return sum(path.stat().st_size for path in self._files if path is not None)
+        """Size of the files, without built-in text and the hub's."""
+        return sum(path.stat().st_size for path in self._files if isinstance(path, Path))
 
     @property
     def warnings(self) -> list[str]:
@@ -55,89 +66,138 @@ class Reader:
             for path, (count, place) in self._mended.items()
         ]
 
+    def state(self) -> dict[str, Any]:
+        """Where reading stands, as JSON can hold it."""
+        file, place = self._at
+        return {
+            "file": file,
+            "place": place() if callable(place) else place,
+            "num_read": self.num_read,
+            "skipped": dict(self.num_skipped),
+            "mended": dict(self._mended),
+        }
+
     def __iter__(self) -> Iterator[str]:
         """Documents with text in them, in the order of the sources."""
+        return self.read_from(None)
+
+    def read_from(self, state: dict[str, Any] | None) -> Iterator[str]:
+        """The documents that follow those read when `state()` gave this; None: all of them.
+
+        Raises:
+            UserError: unreadable, damaged or undecodable source; the file and the place are given.
+        """
+        state = state or _START
+        self.num_read = state["num_read"]
         self.num_skipped.clear()
-        self._mended.clear()
-        for path in self._files:
+        self.num_skipped.update(state["skipped"])
+        self._mended = {name: (count, at) for name, (count, at) in state["mended"].items()}
+        place = state["place"]
+        for number in range(state["file"], len(self._files)):
+            self._at = number, place
             try:
-                for text in self._read(path):
-                    if text.removeprefix("\ufeff").strip():
-                        yield text
-                    else:
-                        self.num_skipped["empty"] += 1
+                yield from self._read(number, place)
             except OSError as error:
-                raise UserError(f"source {path} cannot be read ({error.strerror})") from error
-
-    def _read(self, path: Path | None) -> Iterator[str]:
-        if path is None:
-            return iter(demo_documents())
-        if path.suffix == ".jsonl":
-            return self._read_jsonl(path)
-        return iter([self._decode(path.read_bytes(), path, 0)])
-
-    def _read_jsonl(self, path: Path) -> Iterator[str]:
-        position = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                text = self._decode(line, path, position).removeprefix("\ufeff")
-                position += len(line)
-                if not text.strip():
-                    self.num_skipped["blank line"] += 1
-                    continue
-                try:
-                    record = json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(
-                        f"{path}:{number} is not JSON ({error}): mend or drop it"
-                    ) from error
-                value = record.get(self.text_field) if isinstance(record, dict) else None
-                if isinstance(value, str):
-                    self._note_mended(path, len(_SURROGATE.findall(value)), f"line {number}")
-                    yield value
-                else:
-                    self.num_skipped[f"no {self.text_field!r}"] += 1
-
-    def _decode(self, data: bytes, path: Path, start: int) -> str:
-        """UTF-8 text of the bytes at `start` in a file, by the policy in the module's header."""
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            text = data.decode("utf-8", "replace")
-            num_bad = text.count("\ufffd") - data.count("\ufffd".encode())
-            place = f"byte {start + error.start} (0x{data[error.start]:02x})"
-            is_utf16 = start == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-            if is_utf16 or num_bad > MAX_BAD_SHARE * len(text):
+                reason = error.strerror or " ".join(str(error).split())
                 raise UserError(
-                    f"{path} is not UTF-8 text ({num_bad} bad piece(s), the first at {place}): "
-                    f"convert it, such as with iconv -f {'UTF-16' if is_utf16 else 'GBK'} -t UTF-8"
+                    f"source {self._files[number]} cannot be read ({reason})"
                 ) from error
-            self._note_mended(path, num_bad, place)
-            return text
+            place = None
+        self._at = len(self._files), None
 
-    def _note_mended(self, path: Path, count: int, place: str) -> None:
+    def _read(self, number: int, place: Any) -> Iterator[str]:
+        """The documents of one file or other origin."""
+        index, count = self.part
+        origin = self._files[number]
+        is_hub = isinstance(origin, str) and origin not in BUILT_IN
+        every = 1 if self._is_cut_by_file or is_hub else count  # hub.stream cuts parts itself
+        for nth, (after, text) in enumerate(self._records(origin, place), start=1):
+            self._at = number, after
+            if every > 1 and (_count(place) + nth - 1) % every != index:
+                continue
+            if isinstance(text, Continuation) or (_has_text(text) and not isinstance(text, Skip)):
+                self.num_read += 1
+                yield text
+            else:
+                self.num_skipped[str(text) if isinstance(text, Skip) else "empty"] += 1
+
+    def _records(self, origin: Origin, place: Any) -> Iterator[tuple[Any, str]]:
+        """(place after it, text) of what follows `place`."""
+        records: Iterable[tuple[Any, Any]]
+        if isinstance(origin, Path):
+            records = read_file(origin, self.text_field, place or 0, self._note)
+        elif callable(origin):
+            records = _read_python(origin, place or {"count": 0, "crc": 0})
+        elif origin in BUILT_IN:
+            texts = demo_documents() if origin == "demo" else poems()
+            records = list(enumerate(texts, start=1))[place or 0 :]
+        else:
+            part = (0, 1) if self._is_cut_by_file else self.part
+            records = hub.stream(origin, self.text_field, part, place)
+        for after, text in records:
+            yield after, text if isinstance(text, str) else Skip("no text")
+
+    def _note(self, path: Path, count: int, place: str) -> None:
         if count:
-            before, first = self._mended.get(path, (0, place))
-            self._mended[path] = before + count, first
+            before, first = self._mended.get(str(path), (0, place))
+            self._mended[str(path)] = before + count, first
 
 
-def _find_files(source: str) -> list[Path | None]:
-    """The files a source names, sorted; [None] for the built-in text."""
-    if source == "demo":
-        return [None]
+def _count(place: Any) -> int:
+    return place["count"] if isinstance(place, dict) else place or 0
+
+
+def _has_text(text: str) -> bool:
+    return bool(text.removeprefix("\ufeff").strip())
+
+
+def _suffixes() -> str:
+    return f"{' '.join(SUFFIXES)} (or these and {' '.join(PACKED)})"
+
+
+def _find(source: str | Documents) -> list[Origin]:
+    """The files a source names, sorted; what is no file stands for itself."""
+    if not isinstance(source, str) or source in BUILT_IN:
+        return [source]
+    if source in hub.NAMED or source.startswith("hf:"):
+        return [hub.NAMED.get(source, source)]
     path = Path(source)
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        found = sorted(p for p in path.rglob("*") if kind_of(p) in SUFFIXES and p.is_file())
     elif path.is_file():
         found = [path]
     else:
         found = sorted(map(Path, glob(source, recursive=True)))  # noqa: PTH207 (may be absolute)
     if not found:
-        raise UserError(f"source {source!r}: nothing there that ends in {' '.join(SUFFIXES)}")
+        raise UserError(f"source {source!r}: nothing there that ends in {_suffixes()}")
     for path in found:
-        if path.suffix not in SUFFIXES or not path.is_file():
-            raise UserError(f"source {path}: not a file ending in {' '.join(SUFFIXES)}")
+        if kind_of(path) not in SUFFIXES or not path.is_file():
+            raise UserError(f"source {path}: not a file ending in {_suffixes()}")
     return list(found)
+
+
+def _read_python(origin: Documents, place: dict[str, int]) -> Iterator[tuple[Any, object]]:
+    """What a function gives, after those documents that were taken before and must be the same.
+
+    Raises:
+        UserError: they are not.
+    """
+    crc = 0
+    for count, text in enumerate(origin(), start=1):
+        crc = zlib.crc32(str(text).encode("utf-8", "surrogatepass"), crc)
+        if count == place["count"] and crc != place["crc"]:
+            raise UserError(
+                f"the first {count} documents are not those that were prepared before: delete the "
+                "data folder's .partial to begin again"
+            )
+        if count > place["count"]:
+            yield {"count": count, "crc": crc}, text
+
+
+def poems() -> list[str]:
+    """Poems of the Tang dynasty, in Chinese: enough to try a vocabulary of one's own."""
+    text = Path(__file__).with_name("poems.txt").read_text("utf-8")
+    return [poem.strip() for poem in text.split("\n\n") if poem.strip()]
 
 
 def demo_documents() -> list[str]:

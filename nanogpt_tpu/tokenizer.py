@@ -12,51 +12,36 @@ and for prompts alike.
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 
+from nanogpt_tpu.encode import EOT_TEXT, Encoder, clean_text
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.manifest import folder_of, is_of_others
+from nanogpt_tpu.vocabulary import (
+    BYTE_OF_CHAR,
+    CHAR_OF_BYTE,
+    GPT2_SHA256,
+    fast_encoding,
+    gpt2_vocabulary,
+    to_bytes,
+)
 
-EOT_TEXT = "<|endoftext|>"
 FILE_NAME = "tokenizer.json"
-GPT2_SHA256 = "ae1589b6422c4a21fbd8938ef7a2af401c4bc7e187a88dc9c07c7545cbcd758b"
 BYTES_SHA256 = "0d68d2ff8b82dd53fb546b9a33d21ff292cb3260488e2a967612da1751aa2185"
 MIN_VOCAB_SIZE = 257  # 256 bytes and end-of-text: below that some text could not be encoded
 MAX_VOCAB_SIZE = 2**20
 
 
-def _char_of_byte() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    chars = {byte: chr(byte) for byte in printable}
-    rest = [byte for byte in range(256) if byte not in chars]
-    chars.update({byte: chr(256 + n) for n, byte in enumerate(rest)})
-    return [chars[byte] for byte in range(256)]
-
-
-CHAR_OF_BYTE = _char_of_byte()
-BYTE_OF_CHAR = {char: byte for byte, char in enumerate(CHAR_OF_BYTE)}
 _SPLITTING = {
     "type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True
 }  # fmt: skip
 _ODD_MODEL_SETTINGS = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def clean_text(text: str) -> str:
-    """What every document and every prompt goes through before encoding.
-
-    A byte-order mark at the start is dropped, CR LF becomes LF, and half of a surrogate pair
-    (from broken PDFs and JSON) becomes U+FFFD. Nothing else is touched.
-    """
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 class Tokenizer:
@@ -82,9 +67,19 @@ class Tokenizer:
         texts = [clean_text(text) for text in texts]
         if self.kind == "bytes":
             return [list(text.encode()) for text in texts]
-        if self._fast is not None:
-            return self._fast.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
         return [encoding.ids for encoding in self._core.encode_batch_fast(texts)]
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The same ids faster, for documents by the million."""
+        dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+        if self.kind == "bytes":
+            return Encoder(self.eot_id, dtype)
+        fast = self._fast
+        if fast is None:
+            model = json.loads(self._core.to_str())["model"]
+            fast = fast_encoding(model["vocab"], _pairs(model["merges"]), self.eot_id)
+        return Encoder(self.eot_id, dtype, fast, None if fast else self._core)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; bytes that form no character become U+FFFD, end-of-text is left out."""
@@ -102,7 +97,7 @@ class Tokenizer:
             raise UserError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
         if token in self._added:
             return self._added[token].encode()
-        return bytes(BYTE_OF_CHAR[char] for char in self._core.id_to_token(token) or "")
+        return to_bytes(self._core.id_to_token(token) or "")
 
     def token_num_bytes(self) -> np.ndarray:
         """Length in bytes of every id, int64 (vocab_size,): for bits per byte."""
@@ -129,7 +124,9 @@ class Tokenizer:
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer named "gpt2" or "bytes", or the one in a file or folder.
+    """The tokenizer named "gpt2" or "bytes", or that of a file, a data folder or a mixture.
+
+    Others' shards without a tokenizer.json are of GPT-2's tokens.
 
     Raises:
         UserError: nothing there, or the file is no byte-level BPE.
@@ -138,7 +135,9 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
         return _bytes_tokenizer()
     if source == "gpt2":
         return _gpt2_tokenizer()
-    path = Path(source)
+    path = folder_of(source)
+    if path.is_dir() and not (path / FILE_NAME).exists() and is_of_others(source):
+        return _gpt2_tokenizer()
     path = path / FILE_NAME if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"no tokenizer at {path}: give gpt2, bytes or a tokenizer.json")
@@ -226,57 +225,17 @@ def _bytes_tokenizer() -> Tokenizer:
 
 
 def _gpt2_tokenizer() -> Tokenizer:
-    """GPT-2's vocabulary from tiktoken, rewritten as merges.
-
-    Raises:
-        UserError: tiktoken is missing, or its two vocabulary files can be neither found nor read.
-    """
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise UserError(
-            "tokenizer 'gpt2' needs tiktoken: pip install tiktoken, or give a tokenizer.json"
-        ) from error
-    try:
-        encoding = tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash ValueError
-        raise UserError(f"tokenizer 'gpt2': {_missing_vocabulary(error)}") from error
-    ranks = encoding._mergeable_ranks
-    vocab = {_to_chars(token): rank for token, rank in ranks.items()}
-    merges = [
-        tuple(map(_to_chars, _parts(token, ranks, rank)))
-        for token, rank in sorted(ranks.items(), key=lambda item: item[1])
-        if len(token) > 1
-    ]
+    """GPT-2's vocabulary from tiktoken, rewritten as merges."""
+    fast, vocab, merges = gpt2_vocabulary()
     core = _empty_core(tokenizers.models.BPE(vocab=vocab, merges=merges))
     core.add_special_tokens([EOT_TEXT])
-    return Tokenizer(core, fast=encoding)
+    return Tokenizer(core, fast)
 
 
-def _missing_vocabulary(error: Exception) -> str:
-    """Which of tiktoken's files is not there, and where it would be looked for."""
-    url = getattr(getattr(error, "request", None), "url", None) or ""
-    name = url.rpartition("/")[2] or "its vocabulary"
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or "the folder named by TIKTOKEN_CACHE_DIR"
-    file_name = f" as {hashlib.sha1(url.encode()).hexdigest()}" if url else ""
-    return (
-        f"{name} could not be fetched ({type(error).__name__}), and {folder} holds no whole copy "
-        f"of it{file_name}: connect to the internet once, copy it there, or use another tokenizer"
-    )
-
-
-def _to_chars(token: bytes) -> str:
-    return "".join(CHAR_OF_BYTE[byte] for byte in token)
-
-
-def _parts(token: bytes, ranks: dict[bytes, int], rank: int) -> list[bytes]:
-    """The two pieces whose merge made `token`: BPE on its bytes with only earlier merges."""
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pair_ranks = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
-        best = min(range(len(pair_ranks)), key=pair_ranks.__getitem__)
-        parts[best : best + 2] = [parts[best] + parts[best + 1]]
-    return parts
+def _pairs(merges: list[Any]) -> list[tuple[str, str]]:
+    """Merges as pairs: versions of the library write ["a", "b"] or "a b"."""
+    split = (pair.split(" ") if isinstance(pair, str) else pair for pair in merges)
+    return [(left, right) for left, right in split]
 
 
 def _identity(core: tokenizers.Tokenizer) -> str:
@@ -284,8 +243,7 @@ def _identity(core: tokenizers.Tokenizer) -> str:
 
     Nothing else differs between two tokenizers: `_make_ordinary` sees to that.
     """
-    merges = json.loads(core.to_str())["model"]["merges"]
-    merges = [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in merges]
+    merges = _pairs(json.loads(core.to_str())["model"]["merges"])
     vocab = sorted(core.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
     canonical = json.dumps([vocab, merges], ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -10,11 +10,14 @@ import nanogpt_tpu
 PACKAGE = Path(nanogpt_tpu.__file__).parent
 LAYERS = (
     ("errors", "presets"),
-    ("env", "config"),
+    ("env", "config", "encode"),
+    ("vocabulary", "files"),
+    ("manifest", "hub", "clean"),
     (
         "tokenizer",
         "shards",
         "sources",
+        "writer",
         "metrics",
         "stopping",
         "attention",
@@ -22,8 +25,8 @@ LAYERS = (
         "runtime",
         "flags",
     ),
-    ("model", "prepare", "inspection", "checkpoint", "curves", "findings"),
-    ("step", "start", "evaluate", "sample", "load", "report", "plan"),
+    ("model", "staging", "merge", "inspection", "checkpoint", "curves", "findings"),
+    ("prepare", "step", "start", "evaluate", "sample", "load", "report", "plan"),
     ("train",),
     ("demo",),
     ("cli",),

@@ -1,0 +1,219 @@
+"""Documents to ids on all cores: an `Encoder`, and worker processes that each hold one.
+
+A worker is this module run as a program that talks through its pipes. So it needs no fork (which
+threads make unsafe), imports no `__main__` of the user's, works in a notebook, and ends by itself
+when its parent is killed. Threads would do without all that, but malloc's locks make them a
+quarter slower.
+"""
+
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+
+EOT_TEXT = "<|endoftext|>"
+PIECE_CHARS = 2**18
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_CUT = re.compile(r"(?<=\S)[ \n]")
+_LENGTH = struct.Struct("<q")
+_PIPE_BYTES = 2**20
+T = TypeVar("T")
+
+
+def clean_text(text: str) -> str:
+    """What every document and every prompt goes through before encoding.
+
+    A byte-order mark at the start is dropped, CR LF becomes LF, and half of a surrogate pair
+    (from broken PDFs and JSON) becomes U+FFFD. Nothing else is touched.
+    """
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def cut_point(text: str, end: int) -> int:
+    """Where to cut `text` at or before `end`: such that both sides keep the ids of the whole.
+
+    That is before a space or newline after something else: GPT-2's splitting rule always begins
+    a word there. Only where the last half holds none is it cut at `end`.
+    """
+    cuts = [match.start() for match in _CUT.finditer(text, end // 2, end)]
+    if cuts:
+        return cuts[-1]
+    return end - 1 if text[end - 1 : end + 1] == "\r\n" else end
+
+
+def cut(text: str) -> Iterator[str]:
+    """A text in pieces that BPE takes in bounded memory and time, whatever stands in it."""
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        piece = text[start : start + PIECE_CHARS + 1]
+        end = cut_point(piece, PIECE_CHARS)
+        yield piece[:end]
+        start += end
+    yield text[start:]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns texts into ids of one vocabulary. Pickled, it is what a worker needs and no more."""
+
+    eot_id: int
+    dtype: Any
+    fast: Any = None
+    """A tiktoken encoding with end-of-text as its control token."""
+    core: Any = None
+    """A Hugging Face tokenizer; with neither, ids are bytes."""
+
+    def __call__(self, texts: list[str], continues: bool = False) -> np.ndarray:
+        """Ids of documents, each preceded by end-of-text: uint16 or uint32 (num_ids,).
+
+        `continues`: the first text goes on with a document begun before, so nothing precedes it.
+        """
+        texts = [clean_text(text) for text in texts]
+        parts = []
+        for is_plain, group in groupby(texts, self._is_plain):
+            if is_plain:
+                joined = EOT_TEXT + EOT_TEXT.join(group)
+                parts.append(self.fast.encode_to_numpy(joined, allowed_special={EOT_TEXT}))
+            else:
+                for text in group:
+                    parts.append(np.array([self.eot_id]))
+                    parts += map(self.ordinary, cut(text))
+        ids = np.concatenate([part.astype(self.dtype) for part in parts])
+        return ids[1:] if continues else ids
+
+    def _is_plain(self, text: str) -> bool:
+        return self.fast is not None and len(text) <= PIECE_CHARS and EOT_TEXT not in text
+
+    def ordinary(self, text: str) -> np.ndarray:
+        """Ids of one clean text, control tokens' names taken for ordinary text."""
+        if self.fast is not None:
+            return self.fast.encode_to_numpy(text, disallowed_special=())
+        if self.core is not None:
+            return np.array(self.core.encode_batch_fast([text])[0].ids, dtype=np.int64)
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def _send(pipe: BinaryIO, message: object) -> None:
+    content = pickle.dumps(message, protocol=5)
+    pipe.write(_LENGTH.pack(len(content)) + content)
+    pipe.flush()
+
+
+def _receive(pipe: BinaryIO) -> Any:
+    """The next message.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    length = pipe.read(_LENGTH.size)
+    if len(length) < _LENGTH.size:
+        raise EOFError
+    return pickle.loads(pipe.read(_LENGTH.unpack(length)[0]))  # only ever from our own process
+
+
+class _Worker:
+    """One process with an encoder in it."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from nanogpt_tpu.encode import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pipesize=_PIPE_BYTES,
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+            start_new_session=True,  # Ctrl-C is for the parent, which then closes the pipe
+        )
+        assert self._process.stdin and self._process.stdout
+        self._to: BinaryIO = self._process.stdin  # type: ignore[assignment]
+        self._from: BinaryIO = self._process.stdout  # type: ignore[assignment]
+        _send(self._to, encoder)
+
+    def encode(self, texts: list[str], continues: bool) -> np.ndarray:
+        """As `Encoder.__call__`, in the worker."""
+        try:
+            _send(self._to, (texts, continues))
+            return _receive(self._from)
+        except (EOFError, BrokenPipeError) as error:
+            code = self._process.wait()
+            raise RuntimeError(f"an encoding worker ended with code {code}") from error
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._to.close()
+        self._from.close()
+
+
+def serve() -> None:
+    """What a worker does: receive texts, send ids, until its parent closes the pipe."""
+    to, from_ = sys.stdout.buffer, sys.stdin.buffer
+    try:
+        encoder = _receive(from_)
+        while True:
+            _send(to, encoder(*_receive(from_)))
+    except (EOFError, BrokenPipeError):
+        return
+
+
+class Pool:
+    """Workers that encode batches in order; where one is enough, this process does it itself."""
+
+    def __init__(self, encoder: Encoder, num_workers: int) -> None:
+        self._encoder, self._num_workers = encoder, num_workers
+        self._workers: list[_Worker] = []
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(num_workers)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+        self._threads.shutdown()
+
+    def encode(
+        self, batches: Iterable[tuple[list[str], bool, T]]
+    ) -> Iterator[tuple[np.ndarray, T]]:
+        """(ids, tag) of each (texts, continues, tag), in order; few batches are held at a time."""
+        batches = iter(batches)
+        first_two = list(islice(batches, 2))
+        batches = chain(first_two, batches)
+        if len(first_two) < 2 or self._num_workers < 2:
+            for texts, continues, tag in batches:
+                yield self._encoder(texts, continues), tag
+            return
+        self._workers = [_Worker(self._encoder) for _ in range(self._num_workers)]
+        for worker in self._workers:
+            self._idle.put(worker)
+        waiting: deque[tuple[Future[np.ndarray], T]] = deque()
+        for texts, continues, tag in batches:
+            waiting.append((self._threads.submit(self._one, texts, continues), tag))
+            if len(waiting) > 3 * self._num_workers:
+                future, first = waiting.popleft()
+                yield future.result(), first
+        for future, tag in waiting:
+            yield future.result(), tag
+
+    def _one(self, texts: list[str], continues: bool) -> np.ndarray:
+        worker = self._idle.get()
+        try:
+            return worker.encode(texts, continues)
+        finally:
+            self._idle.put(worker)

@@ -1,0 +1,125 @@
+"""Data folders out of shards that are there: parts merged, ready-made ones downloaded."""
+
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from nanogpt_tpu import hub
+from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.manifest import (
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    ShardInfo,
+    folder_of,
+    hash_file,
+    read_shard,
+    shard_name,
+)
+from nanogpt_tpu.tokenizer import load_tokenizer
+
+READY = "fineweb-shards"
+_MAX_READY = 103
+
+
+def merge(data: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Manifest:
+    """One data folder for several, such as those of `prepare --part`; no token is copied.
+
+    Shards become links: hard ones where the disk is the same, else symbolic.
+
+    Raises:
+        UserError: different tokenizers, a shard that is there twice, or `out` is taken.
+    """
+    target, manifests = Path(out), [Manifest.load(folder) for folder in data]
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"{target} is not empty: choose another --out")
+    first = manifests[0]
+    for folder, manifest in zip(data, manifests, strict=True):
+        if manifest.tokenizer["sha256"] != first.tokenizer["sha256"]:
+            raise UserError(f"{folder} has another tokenizer than {data[0]}: they cannot be merged")
+    splits: dict[str, list[ShardInfo]] = {}
+    links: dict[str, Path] = {}
+    for split in SPLITS:
+        found = [
+            (folder_of(folder) / shard.file, shard)
+            for folder, manifest in zip(data, manifests, strict=True)
+            for shard in manifest.splits.get(split, [])
+        ]
+        names = [shard_name(split, number) for number in range(len(found))]
+        splits[split] = [replace(s, file=n) for n, (_, s) in zip(names, found, strict=True)]
+        links |= {name: path for name, (path, _) in zip(names, found, strict=True)}
+    hashes = Counter(shard.sha256 for shards in splits.values() for shard in shards)
+    if twice := [s.file for found in splits.values() for s in found if hashes[s.sha256] > 1]:
+        raise UserError(f"the folders share shards ({', '.join(twice)}): name each part once")
+    target.mkdir(parents=True, exist_ok=True)
+    for name, path in links.items():
+        read_shard(path)
+        _link(path.resolve(), target / name)
+    load_tokenizer(data[0]).save(target)
+    merged = Manifest(
+        tokenizer=first.tokenizer,
+        splits=splits,
+        num_documents=sum(manifest.num_documents for manifest in manifests),
+        num_skipped=dict(sum((Counter(m.num_skipped) for m in manifests), Counter[str]())),
+        source=" + ".join(dict.fromkeys(manifest.source for manifest in manifests)),
+        settings={"merged": [manifest.settings for manifest in manifests]},
+    )
+    merged.save(target)
+    return merged
+
+
+def _link(path: Path, link: Path) -> None:
+    try:
+        os.link(path, link)
+    except OSError:  # another disk, such as Kaggle's read-only inputs
+        link.symlink_to(path)
+
+
+def download_ready(count: int, out: str | os.PathLike[str]) -> Manifest:
+    """The first `count` of the public FineWeb 10B shards of GPT-2 tokens, verified.
+
+    100M tokens each, and one for validation. What is whole already is not fetched again.
+
+    Raises:
+        UserError: a shard is not what the hub's hash says, or has ids outside GPT-2's.
+        PausedError: the hub stayed out of reach.
+    """
+    target = Path(out)
+    if not 1 <= count <= _MAX_READY:
+        raise UserError(f"{READY}:{count}: there are 1 to {_MAX_READY} shards of 100M tokens")
+    wanted = {"val": [0], "train": list(range(1, count + 1))}
+    if (target / MANIFEST).is_file():
+        manifest = Manifest.load(target)
+        if manifest.source == f"{READY}:{count}":
+            print(f"{target} already holds this data: nothing to do", file=sys.stderr)
+            return manifest
+        raise UserError(f"{target} holds {manifest.source}: choose another --out")
+    tokenizer = load_tokenizer("gpt2")
+    num_documents = 0
+    splits: dict[str, list[ShardInfo]] = {}
+    for split, numbers in wanted.items():
+        splits[split] = []
+        for number in numbers:
+            name = f"fineweb_{split}_{number:06d}.bin"
+            path, sha256 = hub.fetch(hub.READY_REPO, name, target)
+            found = hash_file(path)
+            if sha256 not in (None, found):
+                path.unlink()
+                raise UserError(f"{path} differs from the hub's sha256: start again to fetch it")
+            tokens = read_shard(path)
+            if tokens.size and int(tokens.max()) >= tokenizer.vocab_size:
+                raise UserError(f"{path} has ids outside GPT-2's vocabulary")
+            num_documents += int(np.count_nonzero(tokens == tokenizer.eot_id))
+            splits[split].append(ShardInfo(name, int(tokens.size), found))
+            print(f"{name}: {tokens.size:,} tokens", file=sys.stderr)
+    shutil.rmtree(target / ".cache", ignore_errors=True)  # what the download library leaves
+    tokenizer.save(target)
+    manifest = Manifest(tokenizer.describe(), splits, num_documents, {}, f"{READY}:{count}")
+    manifest.save(target)
+    return manifest
