@@ -103,10 +103,19 @@ def _merge(args: argparse.Namespace) -> Values:
 def _inspect(args: argparse.Namespace) -> Values:
     from nanogpt_tpu.inspection import inspect
 
-    found = inspect(args.data)
+    found = inspect(args.data, args.block_size, draw=True)
     for split, count in found["num_tokens"].items():
         print(f"{split}: {count:,} tokens in {len(found['splits'][split])} shard(s)")
     print(f"{found['num_documents']:,} documents, {found['num_eot']:,} end-of-text ids")
+    if (lengths := found["lengths"])["num_documents"]:
+        print("mean {mean:,.0f}, median {median:,}, longest {longest:,} tokens".format(**lengths))
+        if lengths["bytes_per_token"]:
+            print(f"{lengths['bytes_per_token']:.2f} bytes per token")
+        print(
+            "{share_over_block:.1%} of documents over {block_size:,} tokens; one a row would lose "
+            "{tokens_lost:.1%} of the tokens and pad {padding:.1%}; packed: 0%".format(**lengths)
+        )
+    print(f"Lengths: {found['picture']}")
     for problem in found["problems"]:
         print(f"problem: {problem}")
     if not found["problems"]:

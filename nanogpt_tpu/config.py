@@ -134,7 +134,9 @@ class TrainConfig:
     """Everything that decides a training run. `*_every` counts optimizer steps; None means off."""
 
     data: str | None = None
-    """Folder made by `prepare`."""
+    """Folder made by `prepare`, or several with shares: "A:0.8 B:0.2"."""
+    packing: str = "continuous"
+    """continuous (every token is used) or aligned (each sequence begins with a document)."""
     out: str | None = None
     """Run folder: metrics, checkpoints, pictures."""
     preset: str = "gpt2"
@@ -190,6 +192,7 @@ class TrainConfig:
         positive(self, "stop_after_step")
         one_of("schedule", self.schedule, ("cosine", "linear", "wsd", "constant"))
         one_of("optimizer", self.optimizer, ("adamw", "muon"))
+        one_of("packing", self.packing, ("continuous", "aligned"))
         one_of("precision", self.precision, ("bf16", "fp32"))
         between(self, 0, 1e9, "learning_rate", "weight_decay", "warmup_steps")
         between(self, 0.0, 1.0, "min_lr_ratio")

@@ -22,6 +22,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+class _Joined(argparse.Action):
+    """Several words as one text: `--data A:0.8 B:0.2`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, *_: object) -> None:
+        """Join them."""
+        setattr(namespace, self.dest, " ".join(values))
+
+
 def whole_number(text: str) -> int:
     """A whole number; 1e9 and 1_000 too."""
     number = float(text)
@@ -147,7 +155,9 @@ def _add_fields(parser: argparse.ArgumentParser, config: type) -> None:
         options = typing.get_args(hint)
         kind = next((o for o in options if o is not types.NoneType), hint)
         parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: float, str: str}
-        if kind is bool:
+        if name == "data":
+            parser.add_argument(flag, nargs="+", action=_Joined, default=argparse.SUPPRESS)
+        elif kind is bool:
             action = argparse.BooleanOptionalAction
             parser.add_argument(flag, action=action, default=argparse.SUPPRESS)
         elif kind in parsers:

@@ -34,9 +34,11 @@ def stream(
         UserError: no such dataset, no such field, or the library is missing.
         PausedError: the hub stayed out of reach, though tried again and again.
     """
-    dataset, failures = _open(source, part)
-    field = text_field or guess_field(_retried(lambda: list(dataset.take(8))), source)
-    every, first = (1, 0) if dataset.num_shards >= part[1] else (part[1], part[0])
+    dataset, is_cut, failures = _open(source, part)
+    field = text_field or guess_field(
+        _retried(lambda: list(dataset.take(8)), source, failures), source
+    )
+    every, first = (1, 0) if is_cut else (part[1], part[0])
     count = place["count"] if place else 0
     if place:
         dataset.load_state_dict(place["stream"])
@@ -54,7 +56,7 @@ def stream(
             num_tries += 1
             good = dataset.state_dict() if num_tries == 1 else good
             _wait(num_tries, source, error)
-            dataset, _ = _open(source, part)
+            dataset = _open(source, part)[0]
             dataset.load_state_dict(good)
 
 
@@ -62,8 +64,8 @@ def _after(count: int, dataset: Any) -> Place:
     return {"count": count, "stream": dataset.state_dict()}
 
 
-def _open(source: str, part: tuple[int, int]) -> tuple[Any, tuple[type[Exception], ...]]:
-    """The streamed dataset, and what a broken connection raises while it is read."""
+def _open(source: str, part: tuple[int, int]) -> tuple[Any, bool, tuple[type[Exception], ...]]:
+    """The streamed dataset, whether it is cut into parts by file, and what a drop raises."""
     try:
         import datasets
         from httpx import HTTPError
@@ -79,18 +81,20 @@ def _open(source: str, part: tuple[int, int]) -> tuple[Any, tuple[type[Exception
             opened = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except missing as error:
             raise UserError(f"source {source!r}: {error}") from error
-        return opened.shard(part[1], part[0]) if opened.num_shards >= part[1] > 1 else opened
+        return opened
 
-    return _retried(load, failures), failures
+    dataset = _retried(load, source, failures)
+    is_cut = dataset.num_shards >= part[1]
+    return dataset.shard(part[1], part[0]) if is_cut else dataset, is_cut, failures
 
 
-def _retried(action: Callable[[], Any], failures: tuple[type[Exception], ...] = (OSError,)) -> Any:
+def _retried(action: Callable[[], Any], source: str, failures: tuple[type[Exception], ...]) -> Any:
     """The result of `action`, tried again when the connection breaks."""
     for num_tries in range(1, MAX_TRIES + 1):
         try:
             return action()
         except failures as error:
-            _wait(num_tries, "the hub", error)
+            _wait(num_tries, source, error)
     raise AssertionError  # the last _wait has raised
 
 
@@ -98,9 +102,13 @@ def _wait(num_tries: int, source: str, error: Exception) -> None:
     """Wait, longer each time, or give up.
 
     Raises:
+        UserError: it is not the connection.
         PausedError: tried often enough.
     """
     reason = " ".join(str(error).split())[:200] or type(error).__name__
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if 400 <= status < 500 and status not in (408, 429):
+        raise UserError(f"{source!r}: {reason}") from error
     if num_tries >= MAX_TRIES:
         raise PausedError(
             f"{source} cannot be reached, tried {num_tries} times ({reason}): what is done is "
@@ -134,4 +142,4 @@ def fetch(repo: str, name: str, folder: Path) -> tuple[Path, str | None]:
             raise UserError(f"{repo} has no file {name}") from error
         return Path(path), etag if etag and len(etag) == 64 else None  # sha256 for large files
 
-    return _retried(load, (OSError, HTTPError))
+    return _retried(load, repo, (OSError, HTTPError))

@@ -1,110 +1,253 @@
-"""Look at a data folder before training on it: every hash, every length, every id.
+"""Look at a data folder before training on it: every hash, every id, every length.
 
-A wrong id must be found here, on the host: XLA clamps it silently inside the embedding.
+A wrong id must be found here, on the host: XLA clamps it silently inside the embedding. Shards are
+read a slice at a time, and lengths are kept as counts: memory does not grow with the corpus.
 """
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from nanogpt_tpu import env
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.shards import Manifest, ShardInfo, hash_file, read_shard
-from nanogpt_tpu.tokenizer import load_tokenizer
+from nanogpt_tpu.manifest import (
+    HEADERLESS,
+    Manifest,
+    ShardInfo,
+    folder_of,
+    hash_file,
+    parse_data,
+    read_shard,
+)
+from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
+
+_SLICE = 2**23  # tokens looked at together
+_LONG = 2**20  # lengths from here on are counted one by one
+_PRINT_TOKENS = 32  # as many of its first tokens, and its length, tell documents apart
+_PRIMES = np.cumprod(np.full(_PRINT_TOKENS, 6364136223846793005, dtype=np.uint64))
 
 
-def inspect(data: str | os.PathLike[str]) -> dict[str, Any]:
-    """Verify a data folder.
+class _Lengths:
+    """How many documents there are of each length in tokens, end-of-text not counted."""
 
-    Returns the manifest's fields, `num_tokens` per split, `num_eot` (end-of-text ids found) and
-    `problems`, one line each: empty when all is well.
+    def __init__(self) -> None:
+        self._short = np.zeros(_LONG, dtype=np.int64)
+        self._long: Counter[int] = Counter()
+
+    def add(self, lengths: np.ndarray) -> None:
+        self._short += np.bincount(lengths[lengths < _LONG], minlength=_LONG)
+        self._long.update(lengths[lengths >= _LONG].tolist())
+
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lengths, number of documents of each), ascending."""
+        short = np.flatnonzero(self._short)
+        long = np.array(sorted(self._long), dtype=np.int64)
+        counts = [self._long[length] for length in long.tolist()]
+        return np.append(short, long), np.append(self._short[short], counts).astype(np.int64)
+
+
+class _Look:
+    """What one pass over all shards finds."""
+
+    def __init__(self, manifest: Manifest, vocab_size: int) -> None:
+        self.problems: list[str] = []
+        self.lengths = _Lengths()
+        self.num_eot = self.num_overlaps = 0
+        self.id_counts = np.zeros(vocab_size, dtype=np.int64)
+        self._eot_id = manifest.tokenizer["eot_id"]
+        self._val_prints = np.zeros(0, dtype=np.uint64)
+
+    def shard(self, path: Path, shard: ShardInfo, data: str, split: str) -> None:
+        """Check one shard and count what is in it; a document cut by its end counts as two."""
+        try:
+            tokens = read_shard(path, data)
+        except UserError as error:
+            self.problems.append(str(error))
+            return
+        if tokens.size != shard.num_tokens:
+            self.problems.append(
+                f"{path} holds {tokens.size} tokens, the manifest says {shard.num_tokens}"
+            )
+            return
+        if shard.sha256 and hash_file(path) != shard.sha256:
+            self.problems.append(
+                f"{path} differs from its sha256 in the manifest: its bytes were changed"
+            )
+        begin, bad = 0, None
+        for start in range(0, tokens.size, _SLICE):
+            part = np.asarray(tokens[start : start + _SLICE])
+            counts = np.bincount(part, minlength=self.id_counts.size)
+            if bad is None and counts.size > self.id_counts.size:
+                bad = start + int(np.argmax(part >= self.id_counts.size))
+            self.id_counts += counts[: self.id_counts.size]
+            found = np.flatnonzero(part == self._eot_id) + start
+            self.num_eot += found.size
+            ends = np.append(found, tokens.size) if start + _SLICE >= tokens.size else found
+            if ends.size:
+                self._documents(tokens, np.append(begin, ends[:-1]), ends, split)
+                begin = int(ends[-1])
+        if bad is not None:
+            self.problems.append(
+                f"{path} has id {tokens[bad]} at position {bad}, outside the vocabulary of "
+                f"{self.id_counts.size}"
+            )
+
+    def _documents(
+        self, tokens: np.ndarray, begins: np.ndarray, ends: np.ndarray, split: str
+    ) -> None:
+        begins, ends = begins[ends > begins], ends[ends > begins]
+        starts = begins + (tokens[begins] == self._eot_id)  # what follows end-of-text
+        lengths = ends - starts
+        self.lengths.add(lengths)
+        is_whole = (lengths >= _PRINT_TOKENS) & (starts > begins)
+        places = starts[is_whole][:, None] + np.arange(_PRINT_TOKENS)
+        prints = (tokens[places].astype(np.uint64) + 1) @ _PRIMES
+        prints ^= lengths[is_whole].astype(np.uint64) << np.uint64(40)
+        if split == "val":
+            self._val_prints = np.append(self._val_prints, prints)
+        else:
+            self.num_overlaps += int(np.isin(prints, self._val_prints).sum())
+
+
+def inspect(
+    data: str | os.PathLike[str], block_size: int = 1024, draw: bool = False
+) -> dict[str, Any]:
+    """Verify a data folder or a mixture, and count its documents.
+
+    Args:
+        data: what `--data` takes.
+        block_size: the context, in tokens, that documents are compared with.
+        draw: also draw the lengths; the path is under "picture".
+
+    Returns:
+        The manifest's fields, `num_tokens` per split, `num_eot` (end-of-text ids found), `lengths`
+        (see `_statistics`), and `problems`, one line each: empty when all is well.
 
     Raises:
         UserError: no data there at all.
     """
-    folder = Path(data)
-    manifest = Manifest.load(folder)
-    problems = _check_tokenizer(folder, manifest.tokenizer)
-    num_eot = 0
-    for shards in manifest.splits.values():
-        for shard in shards:
-            found, shard_eot = _check_shard(folder / shard.file, shard, manifest.tokenizer)
-            problems += found
-            num_eot += shard_eot
-    return {
+    found, lengths = _inspect(data, block_size)
+    return (
+        {**found, "picture": os.fspath(_draw(folder_of(data), found, lengths))} if draw else found
+    )
+
+
+def _inspect(data: str | os.PathLike[str], block_size: int) -> tuple[dict[str, Any], _Lengths]:
+    manifest, folder = Manifest.load(data), folder_of(data)
+    problems, tokenizer = _check_tokenizer(data, folder, manifest.tokenizer)
+    look = _Look(manifest, manifest.tokenizer["vocab_size"])
+    base = folder if len(parse_data(data)) == 1 else Path()
+    headerless = HEADERLESS if os.fspath(data).startswith(HEADERLESS) else ""
+    for split in ("val", "train"):
+        for shard in manifest.splits.get(split, []):
+            look.shard(base / shard.file, shard, headerless, split)
+    found = {
         **manifest.to_dict(),
         "num_tokens": {split: manifest.num_tokens(split) for split in manifest.splits},
-        "num_eot": num_eot,
-        "problems": problems,
+        "num_eot": look.num_eot,
+        "lengths": _statistics(look, tokenizer, block_size),
+        "problems": problems + look.problems + _check_whole(manifest, look, tokenizer is not None),
+    }
+    return found, look.lengths
+
+
+def _check_whole(manifest: Manifest, look: _Look, knows_eot: bool) -> list[str]:
+    """What no shard shows by itself."""
+    problems = []
+    files: dict[str, str] = {}
+    for shards in manifest.splits.values():
+        for shard in shards:
+            if shard.sha256 and shard.sha256 in files:
+                problems.append(f"{shard.file} holds the same tokens as {files[shard.sha256]}")
+            files[shard.sha256] = shard.file
+    num_tokens = int(look.id_counts.sum())
+    if knows_eot and num_tokens and not look.num_eot:
+        problems.append("no end-of-text id in any shard: the model cannot learn where texts end")
+    elif look.num_eot > num_tokens / 3:
+        problems.append(f"{look.num_eot:,} of {num_tokens:,} tokens are end-of-text: empty texts?")
+    if look.num_overlaps:
+        problems.append(
+            f"{look.num_overlaps:,} training documents begin as one of validation does and are as "
+            "long: drop duplicates (--drop-duplicates exact) to have an honest validation loss"
+        )
+    return problems
+
+
+def _statistics(look: _Look, tokenizer: Tokenizer | None, block_size: int) -> dict[str, Any]:
+    """Documents, mean, median, longest; bytes per token; what one document a row would cost.
+
+    `tokens_lost`: share of all tokens if each document were cut to block_size. `padding`: share of
+    all places if each were also padded to it. Packing, as here, loses and pads nothing.
+    """
+    lengths, counts = look.lengths.table()
+    num_documents, num_tokens = int(counts.sum()), int(lengths @ counts)
+    if not num_tokens:
+        return {"num_documents": num_documents}
+    kept = int(np.minimum(lengths, block_size) @ counts)
+    median = lengths[np.searchsorted(np.cumsum(counts), (num_documents + 1) // 2)]
+    num_bytes = int(look.id_counts @ tokenizer.token_num_bytes()) if tokenizer else None
+    return {
+        "num_documents": num_documents,
+        "mean": num_tokens / num_documents,
+        "median": int(median),
+        "longest": int(lengths[-1]),
+        "bytes_per_token": num_bytes / num_tokens if num_bytes else None,
+        "block_size": block_size,
+        "share_over_block": int(counts[lengths > block_size].sum()) / num_documents,
+        "tokens_lost": 1 - kept / num_tokens,
+        "padding": 1 - kept / (num_documents * block_size),
     }
 
 
-def _check_shard(path: Path, shard: ShardInfo, tokenizer: dict[str, Any]) -> tuple[list[str], int]:
-    """What is wrong with one shard, and how many end-of-text ids it holds."""
+def _check_tokenizer(
+    data: str | os.PathLike[str], folder: Path, described: dict[str, Any]
+) -> tuple[list[str], Tokenizer | None]:
+    """What is wrong with the tokenizer, and the tokenizer if nothing is."""
     try:
-        tokens = read_shard(path)
+        tokenizer = load_tokenizer(data)
     except UserError as error:
-        return [str(error)], 0
-    if tokens.size != shard.num_tokens:
-        return [f"{path} holds {tokens.size} tokens, the manifest says {shard.num_tokens}"], 0
-    problems = []
-    if hash_file(path) != shard.sha256:
-        problems.append(f"{path} differs from its sha256 in the manifest: its bytes were changed")
-    vocab_size = tokenizer["vocab_size"]
-    if tokens.size and int(tokens.max()) >= vocab_size:
-        place = int(np.argmax(tokens >= vocab_size))
-        problems.append(
-            f"{path} has id {tokens[place]} at position {place}, outside the vocabulary of "
-            f"{vocab_size}"
-        )
-    return problems, int(np.count_nonzero(tokens == tokenizer["eot_id"]))
-
-
-def _check_tokenizer(folder: Path, described: dict[str, Any]) -> list[str]:
-    try:
-        tokenizer = load_tokenizer(folder)
-    except UserError as error:
-        return [str(error)]
+        return [str(error)], None
     found = tokenizer.describe()
     differing = [key for key in ("sha256", "vocab_size", "eot_id") if found[key] != described[key]]
     if differing:
         return [
             f"{folder / found['file']} is not the tokenizer that made these shards: "
             f"{', '.join(differing)} differ from the manifest"
-        ]
-    return []
+        ], None
+    return [], tokenizer
 
 
 def draw_lengths(data: str | os.PathLike[str]) -> Path:
     """Draw how long the documents are, in tokens, on a logarithmic axis; mean and median marked.
 
-    Returns the path of lengths.png in the data folder.
+    Returns the path of lengths.png: in the data folder, or in the working folder where that is
+    read-only.
 
     Raises:
         UserError: no data there.
     """
-    folder = Path(data)
-    manifest = Manifest.load(folder)
-    eot_id = manifest.tokenizer["eot_id"]
-    starts, offset = [], 0
-    for shards in manifest.splits.values():
-        for shard in shards:
-            tokens = read_shard(folder / shard.file)
-            starts.append(np.flatnonzero(tokens == eot_id) + offset)
-            offset += tokens.size
-    lengths = np.diff(np.append(np.concatenate(starts), offset)) - 1  # without end-of-text
+    found, lengths = _inspect(data, 1024)
+    return _draw(folder_of(data), found, lengths)
+
+
+def _draw(folder: Path, found: dict[str, Any], table: _Lengths) -> Path:
+    lengths, counts = table.table()
     figure = Figure(figsize=(8, 3.6), dpi=110, layout="constrained")
     axes = figure.subplots()
-    axes.hist(
-        lengths, bins=list(np.geomspace(1, max(2, lengths.max()), 40)), color="#3563c9", alpha=0.8
-    )
-    for value, name, style in ((lengths.mean(), "mean", "-"), (np.median(lengths), "median", "--")):
+    bins = list(np.geomspace(1, max(2, lengths.max(initial=2)), 40))
+    axes.hist(lengths, bins=bins, weights=counts, color="#3563c9", alpha=0.8)
+    for name, style in (("mean", "-"), ("median", "--")):
+        value = found["lengths"].get(name, 0)
         axes.axvline(value, color="#d2600f", linestyle=style, label=f"{name} {value:,.0f}")
     axes.set(xscale="log", xlabel="tokens in a document", ylabel="documents")
-    axes.set_title(f"{lengths.size:,} documents, {offset:,} tokens")
+    num_tokens = sum(found["num_tokens"].values())
+    axes.set_title(f"{counts.sum():,} documents, {num_tokens:,} tokens")
     axes.legend(frameon=False)
-    path = folder / "lengths.png"
+    home = folder if os.access(folder, os.W_OK) else env.working_dir()
+    path = home / "lengths.png"
     figure.savefig(path)
     return path

@@ -87,6 +87,7 @@ class Staging:
         for shards in manifest.splits.values():
             for shard in shards:
                 read_shard(folder / shard.file)
+        shutil.rmtree(self.folder, ignore_errors=True)  # a kill after the last move left it
         print(f"{folder} already holds this data: nothing to do", file=sys.stderr)
         return manifest
 

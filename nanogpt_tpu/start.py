@@ -16,7 +16,7 @@ from nanogpt_tpu.shards import Manifest
 from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
 
 # Each of these decides the weights or the batches: a resumed run must share them.
-FIXED = ("seed", "seq_len", "tokens_per_step")
+FIXED = ("seed", "seq_len", "tokens_per_step", "packing")
 _FREE_MODEL_FIELDS = ("dropout", "attention")  # no effect on the shape of the weights
 
 

@@ -95,7 +95,9 @@ class _Session:
         self._runtime = Runtime(config.device, config.precision)
         self._plan = config.plan(self._runtime.num_devices)
         rows = self._plan.sequences_per_step
-        self._loader = ShardLoader(start.data_dir, "train", config.context, rows, config.seed)
+        self._loader = ShardLoader(
+            start.data_dir, "train", config.context, rows, config.seed, packing=config.packing
+        )
         self._evaluator = self._make_evaluator()
         torch.manual_seed(config.seed)
         self._model = model or GPT(config.model)

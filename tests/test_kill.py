@@ -13,14 +13,14 @@ from conftest import REPO, make_documents
 
 from nanogpt_tpu.inspection import inspect
 
-NUM_KILLS = 24
+NUM_KILLS = 20
 
 
 def command(source: Path, out: Path, workers: int) -> list[str]:
-    options = ["--train-tokenizer", "400", "--val-tokens", "20000", "--shard-tokens", "60000"]
+    options = ["--train-tokenizer", "400", "--val-tokens", "20000", "--shard-tokens", "30000"]
     code = (
-        "import nanogpt_tpu.prepare as p; p.BATCH_CHARS = 20_000; "
-        "from nanogpt_tpu.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+        "import sys; from nanogpt_tpu import cli, prepare; "
+        "sys.modules[prepare.__module__].BATCH_CHARS = 20_000; sys.exit(cli.main(sys.argv[1:]))"
     )
     where = [str(source), "--out", str(out), "--workers", str(workers)]
     return [sys.executable, "-c", code, "prepare", *where, *options]
@@ -32,9 +32,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """Several files of several kinds, one of them larger than a batch; about 4 MB."""
+    """Several files of several kinds, one of them larger than a batch; about 2 MB."""
     folder = tmp_path_factory.mktemp("corpus")
-    for number, texts in enumerate([make_documents(4000), make_documents(5000, 60)]):
+    for number, texts in enumerate([make_documents(2000), make_documents(2000, 60)]):
         records = [json.dumps({"text": text}) for text in texts]
         (folder / f"{number}.jsonl").write_text("\n".join(records), "utf-8")
     (folder / "book.txt").write_text("\n".join(make_documents(400)), "utf-8")
@@ -65,9 +65,8 @@ def test_killed_at_any_moment(source, tmp_path):
                 process.kill()
                 process.communicate()
                 num_kills += 1
-                assert (
-                    not list(out.glob("manifest.json")) or contents(out).keys() >= expected.keys()
-                )
+                names = {path.name for path in out.glob("*")}
+                assert "manifest.json" not in names or names >= expected.keys()
                 continue
             went_on += b"Going on after" in stderr
             assert process.returncode == 0, stderr
