@@ -14,15 +14,8 @@ from matplotlib.figure import Figure
 
 from nanogpt_tpu import env
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.manifest import (
-    HEADERLESS,
-    Manifest,
-    ShardInfo,
-    folder_of,
-    hash_file,
-    parse_data,
-    read_shard,
-)
+from nanogpt_tpu.manifest import Manifest, folder_of, parse_data
+from nanogpt_tpu.shardfile import HEADERLESS, ShardInfo, hash_file, read_shard
 from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
 
 _SLICE = 2**23  # tokens looked at together

@@ -1,10 +1,7 @@
-"""What a data folder holds: token shards, and the manifest that names them.
+"""What a data folder holds: shards by split, and the manifest that names them.
 
-A shard is 256 int32 of header [magic, version, num_tokens, 0...], then the tokens: uint16 under
-magic 20240520 (the format of llm.c and modded-nanogpt), uint32 under 20240801. Shards of others
-are read as they are: folders of such files without a manifest, build-nanogpt's `.npy`, and
-nanoGPT's headerless `.bin` when asked for as "nanogpt:DIR". Several folders with weights, "A:0.8
-B:0.2", are one mixture. What has no manifest is taken for GPT-2's tokens.
+Folders of others' shards have none: they are taken for GPT-2's tokens. Several folders with
+shares, "A:0.8 B:0.2", are one mixture.
 """
 
 import hashlib
@@ -15,32 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nanogpt_tpu import env
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.shardfile import HEADERLESS, DataPath, ShardInfo, is_headerless, read_shard
 from nanogpt_tpu.vocabulary import GPT2
 
-HEADER_INT32 = 256
-HEADER_BYTES = HEADER_INT32 * 4
-FORMATS: dict[int, tuple[int, type[np.unsignedinteger]]] = {
-    20240520: (1, np.uint16),
-    20240801: (7, np.uint32),
-}
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
-HEADERLESS = "nanogpt:"
-DataPath = str | os.PathLike[str]
-_AGAIN = "copy it again, or delete its folder and prepare the data again"
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """One shard as the manifest lists it."""
-
-    file: str
-    num_tokens: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -177,10 +155,10 @@ def _of_others(data: DataPath) -> Manifest:
         UserError: there are none.
     """
     folder = folder_of(data)
-    splits = {}
-    for split in SPLITS:
-        files = _named(folder, split, os.fspath(data).startswith(HEADERLESS))
-        splits[split] = [ShardInfo(p.name, read_shard(p, data).size, "") for p in files]
+    splits = {
+        split: [ShardInfo(p.name, read_shard(p, data).size, "") for p in _named(data, split)]
+        for split in SPLITS
+    }
     if not any(splits.values()):
         what = f"no shards ({MANIFEST})" if folder.is_dir() else "no such folder"
         raise UserError(f"data {os.fspath(data)!r}: {what}; make it with: nanogpt-tpu prepare")
@@ -189,14 +167,13 @@ def _of_others(data: DataPath) -> Manifest:
 
 def is_of_others(data: DataPath) -> bool:
     """Whether `data` is a folder of shards that have no manifest."""
-    folder, headerless = folder_of(data), os.fspath(data).startswith(HEADERLESS)
-    has_shards = any(_named(folder, split, headerless) for split in SPLITS)
-    return has_shards and not (folder / MANIFEST).is_file()
+    return not (folder_of(data) / MANIFEST).is_file() and any(_named(data, s) for s in SPLITS)
 
 
-def _named(folder: Path, split: str, headerless: bool) -> list[Path]:
+def _named(data: DataPath, split: str) -> list[Path]:
     """The shards of a split by their names alone."""
-    if headerless:
+    folder = folder_of(data)
+    if is_headerless(data):
         return [path for path in [folder / f"{split}.bin"] if path.is_file()]
     patterns = [f"{split}_*.bin", f"*_{split}_*.bin", f"{split}_*.npy", f"*_{split}_*.npy"]
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
@@ -220,84 +197,6 @@ def find_data(folder: str | os.PathLike[str] | None = None) -> Path:
     return found[0]
 
 
-def shard_name(split: str, index: int) -> str:
-    """The file name of a split's shard."""
-    return f"{split}_{index:06d}.bin"
-
-
-def header_of(dtype: Any, num_tokens: int) -> bytes:
-    """The header of a shard of so many uint16 or uint32 tokens."""
-    magic, version = next((m, v) for m, (v, kind) in FORMATS.items() if dtype == kind)
-    header = np.zeros(HEADER_INT32, dtype=np.int32)
-    header[:3] = magic, version, num_tokens
-    return header.tobytes()
-
-
-def write_shard(path: Path, tokens: np.ndarray) -> ShardInfo:
-    """Write uint16 or uint32 tokens with their header; the name appears when the file is whole."""
-    partial = path.with_suffix(".bin.tmp")
-    digest = hashlib.sha256()
-    with partial.open("wb") as file:
-        for part in (header_of(tokens.dtype, tokens.size), np.ascontiguousarray(tokens).data):
-            digest.update(part)
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    return ShardInfo(path.name, int(tokens.size), digest.hexdigest())
-
-
-def read_shard(path: Path, data: DataPath = "") -> np.ndarray:
-    """A shard's tokens, memory-mapped and read-only: uint16 or uint32, (num_tokens,).
-
-    Args:
-        path: ours, llm.c's (.bin) or build-nanogpt's (.npy).
-        data: what it belongs to; "nanogpt:..." says that .bin files have no header and are uint16.
-
-    Raises:
-        UserError: missing, foreign or shortened file; the numbers are given.
-    """
-    if not path.is_file():
-        raise UserError(f"shard {path} is missing: {_AGAIN}")
-    size_bytes = path.stat().st_size
-    if os.fspath(data).startswith(HEADERLESS):
-        return _map(path, np.dtype(np.uint16), 0, size_bytes // 2)
-    if path.suffix == ".npy":
-        return _read_npy(path)
-    if size_bytes < HEADER_BYTES:
-        raise UserError(f"shard {path} holds {size_bytes} bytes, less than its header: {_AGAIN}")
-    header = np.fromfile(path, dtype=np.int32, count=HEADER_INT32)
-    magic, version, num_tokens = (int(value) for value in header[:3])
-    if magic not in FORMATS or FORMATS[magic][0] != version:
-        raise UserError(f"{path} is no token shard: magic {magic}, version {version}")
-    dtype = np.dtype(FORMATS[magic][1])
-    wanted_bytes = HEADER_BYTES + num_tokens * dtype.itemsize
-    if size_bytes != wanted_bytes:
-        raise UserError(
-            f"shard {path} holds {size_bytes} bytes, its header promises {wanted_bytes}: {_AGAIN}"
-        )
-    return _map(path, dtype, HEADER_BYTES, num_tokens)
-
-
-def _map(path: Path, dtype: np.dtype, offset: int, num_tokens: int) -> np.ndarray:
-    if num_tokens == 0:  # nothing to map
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(num_tokens,))
-
-
-def _read_npy(path: Path) -> np.ndarray:
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"shard {path} is no whole .npy file ({error})") from error
-    if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
-        raise UserError(
-            f"shard {path} holds {tokens.dtype} of shape {tokens.shape}: tokens are uint16 or "
-            "uint32 in one row"
-        )
-    return tokens
-
-
 def list_shards(data: DataPath, split: str) -> list[Path]:
     """Shard files of a split: the manifest's, or by name where there is no manifest.
 
@@ -308,15 +207,9 @@ def list_shards(data: DataPath, split: str) -> list[Path]:
     if (folder / MANIFEST).is_file():
         files = [folder / shard.file for shard in Manifest.load(folder).splits.get(split, [])]
     else:
-        files = _named(folder, split, os.fspath(data).startswith(HEADERLESS))
+        files = _named(data, split)
     if not files:
         raise UserError(
             f"data {os.fspath(data)!r}: no {split} shards; make them with: nanogpt-tpu prepare"
         )
     return files
-
-
-def hash_file(path: Path) -> str:
-    """sha256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,16 +12,8 @@ import numpy as np
 
 from nanogpt_tpu import hub
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.manifest import (
-    MANIFEST,
-    SPLITS,
-    Manifest,
-    ShardInfo,
-    folder_of,
-    hash_file,
-    read_shard,
-    shard_name,
-)
+from nanogpt_tpu.manifest import MANIFEST, SPLITS, Manifest, folder_of
+from nanogpt_tpu.shardfile import ShardInfo, hash_file, read_shard, shard_name
 from nanogpt_tpu.tokenizer import load_tokenizer
 
 READY = "fineweb-shards"

@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanogpt_tpu.errors import UserError, one_of
-from nanogpt_tpu.manifest import (
+from nanogpt_tpu.manifest import MANIFEST, SPLITS, Manifest, find_data, list_shards, parse_data
+from nanogpt_tpu.shardfile import (
     HEADER_BYTES,
     HEADER_INT32,
-    MANIFEST,
-    SPLITS,
     DataPath,
-    Manifest,
     ShardInfo,
-    find_data,
     hash_file,
-    list_shards,
-    parse_data,
     read_shard,
     shard_name,
     write_shard,
@@ -157,16 +152,27 @@ class ShardLoader:
         if len(self._corpora) == 1:
             return np.zeros_like(places), self._order(self._corpora[0], places)
         cycles, slots = np.divmod(places, CYCLE)
-        if self._shuffle:
-            for cycle in np.unique(cycles):
-                rows = cycles == cycle
-                slots[rows] = permute(slots[rows], CYCLE, self._seed + 1, int(cycle))
-        corpus_of = np.searchsorted(self._slots, slots, side="right") - 1
+        corpus_of, own = np.empty_like(places), np.empty_like(places)
+        for cycle in np.unique(cycles):
+            rows = cycles == cycle
+            corpora, ranks = self._cycle(int(cycle))
+            corpus_of[rows], own[rows] = corpora[slots[rows]], ranks[slots[rows]]
         for k, corpus in enumerate(self._corpora):
-            rows, num_slots = corpus_of == k, self._slots[k + 1] - self._slots[k]
-            own_places = cycles[rows] * num_slots + slots[rows] - self._slots[k]
-            places[rows] = self._order(corpus, own_places)
+            rows = corpus_of == k
+            places[rows] = self._order(corpus, own[rows])
         return corpus_of, places
+
+    def _cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each of a cycle's sequences, its corpus and its number in that corpus's own order."""
+        slots = np.arange(CYCLE, dtype=np.int64)
+        if self._shuffle:
+            slots = permute(slots, CYCLE, self._seed + 1, cycle)
+        corpus_of, ranks = np.searchsorted(self._slots, slots, side="right") - 1, slots
+        for k in range(len(self._corpora)):
+            mine = corpus_of == k
+            num_slots = int(mine.sum())
+            ranks[mine] = cycle * num_slots + np.arange(num_slots)
+        return corpus_of, ranks
 
     def _order(self, corpus: _Corpus, places: np.ndarray) -> np.ndarray:
         """The windows at `places` of the endless sequence of a corpus's epochs."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from nanogpt_tpu.clean import Cleaning
 from nanogpt_tpu.errors import PausedError, UserError, between, positive, well_typed
-from nanogpt_tpu.manifest import HEADER_BYTES, MANIFEST, Manifest, read_shard
+from nanogpt_tpu.manifest import MANIFEST, Manifest
+from nanogpt_tpu.shardfile import HEADER_BYTES, read_shard
 from nanogpt_tpu.tokenizer import FILE_NAME
 
 MIN_FREE_BYTES = 64 * 2**20
@@ -120,9 +121,10 @@ class Staging:
     def opened(self) -> Iterator[None]:
         """The folder with its journal read; a mistake of the user's leaves nothing behind."""
         missing = [path for path in (self.target, *self.target.parents) if not path.exists()]
-        is_kept = False
+        is_kept = (self.folder / _JOURNAL).exists()  # until it is known to be this call's
         try:
             self._read()
+            is_kept = False
             yield
         except (OSError, KeyboardInterrupt, PausedError) as error:
             is_kept = self._has_work()

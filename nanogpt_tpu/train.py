@@ -94,10 +94,8 @@ class _Session:
         self._config = config = start.config
         self._runtime = Runtime(config.device, config.precision)
         self._plan = config.plan(self._runtime.num_devices)
-        rows = self._plan.sequences_per_step
-        self._loader = ShardLoader(
-            start.data_dir, "train", config.context, rows, config.seed, packing=config.packing
-        )
+        size, packing = (config.context, self._plan.sequences_per_step), config.packing
+        self._loader = ShardLoader(start.data_dir, "train", *size, config.seed, packing=packing)
         self._evaluator = self._make_evaluator()
         torch.manual_seed(config.seed)
         self._model = model or GPT(config.model)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.manifest import HEADER_BYTES, ShardInfo, hash_file, header_of, shard_name
+from nanogpt_tpu.shardfile import HEADER_BYTES, ShardInfo, hash_file, header_of, shard_name
 
 _HEAD = "head"
 COMMIT_TOKENS = 8_000_000

@@ -11,7 +11,7 @@ PACKAGE = Path(nanogpt_tpu.__file__).parent
 LAYERS = (
     ("errors", "presets"),
     ("env", "config", "encode"),
-    ("vocabulary", "files"),
+    ("vocabulary", "files", "shardfile"),
     ("manifest", "hub", "clean"),
     (
         "tokenizer",
