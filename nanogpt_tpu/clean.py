@@ -55,6 +55,9 @@ class Cleaning:
 
         The later pieces of a text too long to be held are cleaned, but stay as their first does.
         """
+        if self == Cleaning():
+            yield from texts
+            return
         letters = _script_pattern(self.script)
         is_seen = {"exact": _exact, "near": _near}.get(self.drop_duplicates or "", _nothing)()
         is_kept = True

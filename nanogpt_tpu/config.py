@@ -135,8 +135,6 @@ class TrainConfig:
 
     data: str | None = None
     """Folder made by `prepare`, or several with shares: "A:0.8 B:0.2"."""
-    packing: str = "continuous"
-    """continuous (every token is used) or aligned (each sequence begins with a document)."""
     out: str | None = None
     """Run folder: metrics, checkpoints, pictures."""
     preset: str = "gpt2"
@@ -150,6 +148,8 @@ class TrainConfig:
     """Save and stop cleanly this long after the process started (Kaggle kills at 9 h)."""
     seq_len: int | None = None
     """Tokens in a training sequence; block_size unless given."""
+    packing: str = "continuous"
+    """continuous (every token is used) or aligned (each sequence begins with a document)."""
     micro_batch_size: int = 16
     """Sequences per device in one forward."""
     tokens_per_step: int = 524_288

@@ -48,9 +48,10 @@ def cut_point(text: str, end: int) -> int:
     That is before a space or newline after something else: GPT-2's splitting rule always begins
     a word there. Only where the last half holds none is it cut at `end`.
     """
-    cuts = [match.start() for match in _CUT.finditer(text, end // 2, end)]
-    if cuts:
-        return cuts[-1]
+    for begin in (end - 2**12, end // 2):  # near the end first: mostly there is one
+        cuts = [match.start() for match in _CUT.finditer(text, max(0, begin), end)]
+        if cuts:
+            return cuts[-1]
     return end - 1 if text[end - 1 : end + 1] == "\r\n" else end
 
 

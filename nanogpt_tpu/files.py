@@ -20,7 +20,7 @@ from nanogpt_tpu.errors import UserError
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAX_BAD_SHARE = 0.1
-BLOCK_BYTES = 2**23
+BLOCK_BYTES = 2**21
 _PEEKED_RECORDS = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Note = Callable[[Path, int, str], None]
@@ -128,7 +128,7 @@ def _read_jsonl(path: Path, name: str, place: int, note: Note) -> Records:
             if number <= place:
                 continue
             text = _decode(line, path, begin, note).removeprefix("\ufeff")
-            if not text.strip():
+            if not text or text.isspace():
                 yield number, Skip("blank line")
                 continue
             try:

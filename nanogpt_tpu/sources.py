@@ -148,7 +148,8 @@ def _count(place: Any) -> int:
 
 
 def _has_text(text: str) -> bool:
-    return bool(text.removeprefix("\ufeff").strip())
+    text = text.removeprefix("\ufeff")
+    return text != "" and not text.isspace()
 
 
 def _suffixes() -> str:

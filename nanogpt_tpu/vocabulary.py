@@ -65,6 +65,7 @@ def gpt2_vocabulary() -> tuple[Any, dict[str, int], Pairs]:
     """
     try:
         import tiktoken
+        from tiktoken.load import read_file_cached
     except ImportError as error:
         raise UserError(
             "tokenizer 'gpt2' needs tiktoken: pip install tiktoken, or give a tokenizer.json"
@@ -72,20 +73,13 @@ def gpt2_vocabulary() -> tuple[Any, dict[str, int], Pairs]:
     with _attached_files():
         try:
             encoding = tiktoken.get_encoding("gpt2")
+            merges_file = read_file_cached(_gpt2_urls()[_GPT2_FILES[0]])  # just verified
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; a bad hash is none
             raise UserError(f"tokenizer 'gpt2': {_missing_vocabulary(error)}") from error
     ranks = encoding._mergeable_ranks
     vocab = {to_chars(token): rank for token, rank in ranks.items()}
-    merges: Pairs = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        splits = [
-            (token[:i], token[i:])
-            for i in range(1, len(token))
-            if ranks.get(token[:i], rank) < rank and ranks.get(token[i:], rank) < rank
-        ]  # mostly there is but one way to have made a token
-        if splits:
-            left, right = splits[0] if len(splits) == 1 else _last_merge(token, ranks, rank)
-            merges.append((to_chars(left), to_chars(right)))
+    lines = merges_file.decode("utf-8").splitlines()[1:]  # the first says the version
+    merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
     fast = _encoding(tiktoken.Encoding, encoding._pat_str, ranks, encoding.eot_token)
     return fast, vocab, merges
 
