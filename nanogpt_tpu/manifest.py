@@ -77,7 +77,7 @@ class Manifest:
         """
         parts = parse_data(data)
         if len(parts) > 1:
-            return _mix({folder: Manifest.load(folder) for folder, _ in parts}, dict(parts))
+            return mix({folder: Manifest.load(folder) for folder, _ in parts}, dict(parts))
         path = folder_of(data) / MANIFEST
         if not path.is_file():
             return _of_others(data)
@@ -124,12 +124,16 @@ def folder_of(data: DataPath) -> Path:
     return Path(parse_data(data)[0][0].removeprefix(HEADERLESS))
 
 
-def _mix(parts: dict[str, Manifest], shares: dict[str, float]) -> Manifest:
-    """One manifest for several corpora; its identity holds their shares."""
+def mix(parts: dict[str, Manifest], shares: dict[str, float]) -> Manifest:
+    """One manifest for several data folders, by their names; its identity holds their shares.
+
+    Raises:
+        UserError: their tokenizers differ.
+    """
     manifests = list(parts.values())
     if len({part.tokenizer["sha256"] for part in manifests}) > 1:
         found = ", ".join(f"{name}: {m.tokenizer['sha256'][:8]}" for name, m in parts.items())
-        raise UserError(f"corpora of different tokenizers cannot be mixed ({found})")
+        raise UserError(f"corpora of different tokenizers are not one ({found})")
     skipped = sum((Counter(part.num_skipped) for part in manifests), Counter[str]())
     return Manifest(
         tokenizer=manifests[0].tokenizer,

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from nanogpt_tpu import hub
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.manifest import MANIFEST, SPLITS, Manifest, folder_of
+from nanogpt_tpu.manifest import MANIFEST, Manifest, mix
 from nanogpt_tpu.shardfile import ShardInfo, hash_file, read_shard, shard_name
 from nanogpt_tpu.tokenizer import load_tokenizer
 
@@ -28,40 +27,26 @@ def merge(data: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
     Raises:
         UserError: different tokenizers, a shard that is there twice, or `out` is taken.
     """
-    target, manifests = Path(out), [Manifest.load(folder) for folder in data]
+    target, parts = Path(out), {os.fspath(folder): Manifest.load(folder) for folder in data}
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} is not empty: choose another --out")
-    first = manifests[0]
-    for folder, manifest in zip(data, manifests, strict=True):
-        if manifest.tokenizer["sha256"] != first.tokenizer["sha256"]:
-            raise UserError(f"{folder} has another tokenizer than {data[0]}: they cannot be merged")
-    splits: dict[str, list[ShardInfo]] = {}
-    links: dict[str, Path] = {}
-    for split in SPLITS:
-        found = [
-            (folder_of(folder) / shard.file, shard)
-            for folder, manifest in zip(data, manifests, strict=True)
-            for shard in manifest.splits.get(split, [])
-        ]
-        names = [shard_name(split, number) for number in range(len(found))]
-        splits[split] = [replace(s, file=n) for n, (_, s) in zip(names, found, strict=True)]
-        links |= {name: path for name, (path, _) in zip(names, found, strict=True)}
-    hashes = Counter(shard.sha256 for shards in splits.values() for shard in shards)
-    if twice := [s.file for found in splits.values() for s in found if hashes[s.sha256] > 1]:
-        raise UserError(f"the folders share shards ({', '.join(twice)}): name each part once")
+    mixed = mix(parts, dict.fromkeys(parts, 1 / len(parts)))
+    hashes = [s.sha256 for shards in mixed.splits.values() for s in shards if s.sha256]
+    if len(parts) < len(data) or len(set(hashes)) < len(hashes):
+        raise UserError(f"{' '.join(map(str, data))}: folders share shards: name each part once")
+    for shard in (shard for shards in mixed.splits.values() for shard in shards):
+        read_shard(Path(shard.file))  # all are whole before the first is linked
     target.mkdir(parents=True, exist_ok=True)
-    for name, path in links.items():
-        read_shard(path)
-        _link(path.resolve(), target / name)
+    splits: dict[str, list[ShardInfo]] = {split: [] for split in mixed.splits}
+    for split, shards in mixed.splits.items():
+        for number, shard in enumerate(shards):
+            name = shard_name(split, number)
+            _link(Path(shard.file).resolve(), target / name)
+            splits[split].append(replace(shard, file=name))
     load_tokenizer(data[0]).save(target)
-    merged = Manifest(
-        tokenizer=first.tokenizer,
-        splits=splits,
-        num_documents=sum(manifest.num_documents for manifest in manifests),
-        num_skipped=dict(sum((Counter(m.num_skipped) for m in manifests), Counter[str]())),
-        source=" + ".join(dict.fromkeys(manifest.source for manifest in manifests)),
-        settings={"merged": [manifest.settings for manifest in manifests]},
-    )
+    source = " + ".join(dict.fromkeys(part.source for part in parts.values()))
+    settings = {"merged": [part.settings for part in parts.values()]}
+    merged = replace(mixed, splits=splits, source=source, settings=settings)
     merged.save(target)
     return merged
 
