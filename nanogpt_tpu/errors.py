@@ -12,6 +12,10 @@ _WORDS = {int: "a whole number", float: "a finite number", bool: "true or false"
 class UserError(ValueError):
     """A mistake the user can mend. The command line prints it as one line and exits with 2."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows instead of a traceback."""
+        return [f"error: {self}"]
+
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name that is not in `known`, with the nearest one that is."""
