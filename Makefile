@@ -12,7 +12,7 @@ test: $(READY)
 	.venv/bin/python -m pytest $(ARGS)
 
 notebooks: $(READY)
-	.venv/bin/pip install --quiet jupyterlab
+	.venv/bin/pip install --quiet jupyterlab ipywidgets
 	.venv/bin/jupyter lab notebooks
 
 lint: $(READY)

@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 _HOME = {
     "errors": ("UserError",),
     "config": ("ModelConfig", "TrainConfig", "BatchPlan", "preset", "presets"),
-    "env": ("patch_tpu_env", "input_dir", "working_dir"),
+    "env": ("patch_tpu_env", "input_dir", "working_dir", "attached_dir"),
     "tokenizer": ("Tokenizer", "load_tokenizer", "train_tokenizer"),
     "shards": ("ShardLoader", "Manifest", "find_data"),
     "model": ("GPT",),

@@ -10,7 +10,9 @@ Knows tensors by name on the host, not what model or device they belong to.
 
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +31,7 @@ from nanogpt_tpu.tokenizer import Tokenizer
 FORMAT_VERSION = 1
 STATE, MODEL, OPTIMIZER = "state.json", "model.safetensors", "optimizer.safetensors"
 LATEST = "latest.json"
+_FOLDER = re.compile(r"step_\d{8,}")
 
 
 @dataclass(frozen=True)
@@ -115,37 +118,71 @@ def save_checkpoint(
             f"{shutil.disk_usage(run_dir).free / 2**30:.1f} GiB free: make room, then start the "
             "same command again; earlier checkpoints are whole"
         ) from error
-    for old in sorted(parent.glob("step_*"))[:-keep_last]:
+    # Only ours, and only up to this step: one above it is damaged and was passed over.
+    ours = [path for path in parent.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    for old in sorted(path for path in ours if path <= final)[:-keep_last]:
         shutil.rmtree(old)
     return final
 
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Committed checkpoints in or anywhere below `folder`, newest first; others are not seen."""
-    found = []
-    for path in folder.rglob(STATE):
+    """Committed checkpoints in or anywhere below `folder`, newest first; not yet verified."""
+    return _scan(folder)[0]
+
+
+def _scan(folder: Path) -> tuple[list[Checkpoint], list[str]]:
+    """Those, and a line for each folder of ours whose mark cannot be read.
+
+    A folder without a state.json, or with another program's, is not seen.
+    """
+    found: list[Checkpoint] = []
+    complaints: list[str] = []
+    for path in sorted(folder.rglob(STATE)):
         if path.parent.name.startswith("."):
             continue  # never committed
         try:
-            state = json.loads(path.read_text("utf-8"))
-            if state["format_version"] == FORMAT_VERSION:
-                found.append(Checkpoint(path.parent, {**state, "step": int(state["step"])}))
-        except (ValueError, KeyError, TypeError):
-            continue  # another program's state.json, or a torn one: no commit mark of ours
-    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+            found.append(Checkpoint(path.parent, _read_state(path)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if _FOLDER.fullmatch(path.parent.name):
+                complaints.append(f"checkpoint {path.parent}: {STATE} is damaged ({error})")
+    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True), complaints
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """A state.json of this format; any of the errors above when it is none."""
+    state = json.loads(path.read_text("utf-8"))
+    if state["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"format_version {state['format_version']}, this program reads 1")
+    if not (isinstance(state["step"], int) and state["step"] >= 0):
+        raise ValueError(f"step {state['step']}")
+    if not all(isinstance(part, str) for pair in state["sha256"].items() for part in pair):
+        raise ValueError("sha256 is no table of hashes")
+    return state
+
+
+def valid_checkpoints(folder: Path) -> tuple[Iterator[Checkpoint], list[str]]:
+    """Checkpoints whose hashes agree, newest first, found one by one; and a growing list of lines.
+
+    Each line says what was passed over as damaged. Hashing is slow: take no more than needed.
+    """
+    found, complaints = _scan(folder)
+
+    def verified() -> Iterator[Checkpoint]:
+        for checkpoint in found:
+            try:
+                checkpoint.verify()
+            except UserError as error:
+                complaints.append(str(error))
+            else:
+                yield checkpoint
+
+    return verified(), complaints
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose hashes agree, and a line for each damaged one passed over."""
-    complaints = []
-    for checkpoint in find_checkpoints(folder):
-        try:
-            checkpoint.verify()
-        except UserError as error:
-            complaints.append(str(error))
-            continue
-        return checkpoint, complaints
-    return None, complaints
+    checkpoints, complaints = valid_checkpoints(folder)
+    return next(checkpoints, None), complaints
 
 
 def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
@@ -177,7 +214,7 @@ def _versions() -> dict[str, str | None]:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     partial = path.with_suffix(".json.tmp")
-    partial.write_text(json.dumps(values, indent=1, ensure_ascii=False), "utf-8")
+    partial.write_text(json.dumps(values, indent=1), "utf-8")  # ASCII: paths may be no UTF-8
     _sync_to_disk(partial)
     partial.replace(path)
 
@@ -221,7 +258,7 @@ def restore_optimizer(
     Raises:
         UserError: the saved state is not that of these parameters.
     """
-    wanted = {name: param for param, name in names.items()}
+    wanted = {names[param]: param for param in optimizer.state}
     states: dict[str, dict[str, torch.Tensor]] = {}
     for path, tensor in tensors.items():
         key, _, name = path.partition("/")

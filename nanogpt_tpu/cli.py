@@ -8,7 +8,9 @@ read goes to stderr then.
 import argparse
 import contextlib
 import json
+import math
 import os
+import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who read our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    except (OSError, RecursionError, MemoryError) as error:  # a name too long, a file too deep
+        print(f"error: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -46,11 +54,12 @@ def _run(argv: list[str]) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         known = commands[args.command]._option_string_actions
-        raise unknown_name("option", unknown[0].split("=")[0], known)
+        kind = "option" if unknown[0].startswith("-") else "argument"
+        raise unknown_name(kind, unknown[0].split("=")[0], known)
     with _stdout_to_stderr() if args.json else contextlib.nullcontext():
         values = _RUN[args.command](args)
     if args.json and env.is_main_process():
-        print(json.dumps(values, ensure_ascii=False))
+        print(json.dumps(_finite(values), ensure_ascii=False))
     return 1 if values.get("problems") or values.get("stopped_because") == "nan" else 0
 
 
@@ -123,6 +132,21 @@ def _inspect(args: argparse.Namespace) -> Values:
     return found
 
 
+_ENDINGS = {
+    "done": "Finished",
+    "session": "Session limit reached, saved",
+    "signal": "Stopped by a signal, saved",
+    "step": "Stopped as planned, saved",
+    "nan": "Stopped because the loss is not finite",
+}
+
+
+def _finite(values: Values) -> Values:
+    """JSON has no NaN: such a score becomes null."""
+    bad = {key for key, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {key: None if key in bad else value for key, value in values.items()}
+
+
 def _train(args: argparse.Namespace) -> Values:
     given = vars(args)
     names = (*typing.get_type_hints(TrainConfig), *typing.get_type_hints(ModelConfig))
@@ -144,15 +168,18 @@ def _train(args: argparse.Namespace) -> Values:
     }
     if not env.is_main_process():
         return values
-    print(f"Ended: {result.stopped_because} at step {result.step}; run folder {result.run_dir}")
+    print(f"{_ENDINGS[result.stopped_because]} at step {result.step}; run folder {result.run_dir}")
     try:
         print(f"Run card: {report(result.run_dir)}")
     except UserError as error:  # nothing worth a picture, such as a first loss that is NaN
         print(f"No run card: {error}")
-    if result.stopped_because in ("session", "step", "signal"):
+    if result.stopped_because in ("session", "signal"):
         print("To go on, start the same command again: it resumes from here.")
+    elif result.stopped_because == "step":
+        print("To go on, start the same command without --stop-after-step: it resumes from here.")
     elif result.stopped_because == "done":
-        print(f"Next: nanogpt-tpu sample {result.run_dir} --prompt 'Once upon a time'")
+        run_dir = shlex.quote(os.fspath(result.run_dir))
+        print(f"Next: nanogpt-tpu sample {run_dir} --prompt 'Once upon a time'")
     return values
 
 

@@ -5,8 +5,10 @@ session had ended, resumes, and shows what the model learned. Needs no network.
 """
 
 import math
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from nanogpt_tpu.load import load_checkpoint
 from nanogpt_tpu.metrics import read_metrics
 from nanogpt_tpu.prepare import prepare
 from nanogpt_tpu.report import report
+from nanogpt_tpu.runtime import Runtime
 from nanogpt_tpu.sample import sample
 from nanogpt_tpu.sources import demo_documents
 from nanogpt_tpu.train import TrainResult, train
@@ -37,7 +40,8 @@ def demo(out: Path | None, device: str) -> dict[str, Any]:
     """
     folder = out or env.working_dir() / "runs" / "demo"
     config = preset("demo", data=str(folder / "data"), out=str(folder / "run"), device=device)
-    _clear_finished(folder / "run", config)
+    Runtime(device, config.precision)  # a device that is not there is refused before any change
+    step = _clear_finished(folder / "run", config)
     print(
         f"1/4  Text to tokens: the documentation inside this Python, an own BPE of {VOCAB_SIZE:,}"
     )
@@ -47,10 +51,15 @@ def demo(out: Path | None, device: str) -> dict[str, Any]:
         f"{manifest.num_tokens('val'):,} validation tokens"
     )
     half = config.num_steps // 2
-    print(f"2/4  Training; it will stop at step {half}, as if the session had ended there")
-    train(config.replace(stop_after_step=half))
+    if step < half:
+        print(f"2/4  Training; it will stop at step {half}, as if the session had ended there")
+        result = train(config.replace(stop_after_step=half))
+        if result.stopped_because != "step":
+            return _interrupted(result)
     print("3/4  A new session: the same call resumes where the last one stopped")
     result = train(config)
+    if result.stopped_because != "done":
+        return _interrupted(result)
     print("4/4  What it writes now (4 million parameters, two minutes: some grammar, no sense)")
     texts, share = _write_samples(folder / "run")
     scores = _scores(folder / "run")
@@ -61,23 +70,38 @@ def demo(out: Path | None, device: str) -> dict[str, Any]:
         f"{share:.0%} of the words it wrote occur in its training text\n"
         f"Run card: {report(folder / 'run')}\n\n"
         f"Next:\n"
-        f"  nanogpt-tpu sample {folder / 'run'} --prompt 'The list'\n"
-        f"  nanogpt-tpu prepare my.txt --out data --train-tokenizer 4096    # your own text\n"
-        f"  nanogpt-tpu train --preset demo --data data --out runs/mine"
+        f"  {_program()} sample {folder / 'run'} --prompt 'The list'\n"
+        f"  {_program()} prepare my.txt --out data --train-tokenizer 4096    # your own text\n"
+        f"  {_program()} train --preset demo --data data --out runs/mine"
     )
     return {**_summary(result), **scores, "known_words_share": share, "samples": texts}
 
 
-def _clear_finished(run_dir: Path, config: TrainConfig) -> None:
-    """Remove a finished demo, so that this one trains; leave an interrupted one to go on."""
-    if not run_dir.exists():
-        return
+def _program() -> str:
+    """How to call us from this shell: by name, or where the environment is not active by path."""
+    if shutil.which("nanogpt-tpu"):
+        return "nanogpt-tpu"
+    return os.path.relpath(Path(sys.executable).with_name("nanogpt-tpu"))
+
+
+def _interrupted(result: TrainResult) -> dict[str, Any]:
+    print("Interrupted and saved: the same command goes on from here.")
+    return {**_summary(result), "val_loss": result.val_loss}
+
+
+def _clear_finished(run_dir: Path, config: TrainConfig) -> int:
+    """Remove a finished demo, so that this one trains; the step at which a started one stands."""
     checkpoints = find_checkpoints(run_dir)
-    if any(c.state["config"].get("preset") != "demo" for c in checkpoints):
-        raise UserError(f"{run_dir} holds a run that is no demo: choose another --out")
-    if checkpoints and checkpoints[0].step >= config.num_steps:
+    for checkpoint in checkpoints:
+        saved = checkpoint.state["config"]
+        if (saved.get("preset"), saved.get("num_steps")) != ("demo", config.num_steps):
+            raise UserError(f"{run_dir} holds a run that is no demo: choose another --out")
+    step = checkpoints[0].step if checkpoints else 0
+    if step >= config.num_steps:
         print(f"Replacing the finished demo in {run_dir}")
         shutil.rmtree(run_dir)
+        return 0
+    return step
 
 
 def _write_samples(run_dir: Path) -> tuple[list[str], float]:

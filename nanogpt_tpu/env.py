@@ -35,6 +35,11 @@ def working_dir() -> Path:
     return Path(os.environ.get("NANOGPT_TPU_WORKING", default))
 
 
+def attached_dir() -> Path:
+    """Where a notebook looks for what came before: the inputs, where there are none its own."""
+    return input_dir() if input_dir().is_dir() else working_dir()
+
+
 def is_main_process() -> bool:
     """Whether this is the process that speaks and writes, of those a launcher started."""
     return os.environ.get("RANK", "0") == "0"

@@ -12,6 +12,10 @@ _WORDS = {int: "a whole number", float: "a finite number", bool: "true or false"
 class UserError(ValueError):
     """A mistake the user can mend. The command line prints it as one line and exits with 2."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows instead of a traceback."""
+        return [f"error: {self}"]
+
 
 class PausedError(UserError):
     """Work stopped before its end, but what is done is kept: the same call goes on from there."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.model import IGNORED_TARGET
+from nanogpt_tpu.model import GPT, IGNORED_TARGET
 from nanogpt_tpu.runtime import Runtime
 from nanogpt_tpu.shards import Manifest, ShardLoader
 from nanogpt_tpu.tokenizer import load_tokenizer
@@ -113,16 +113,14 @@ def evaluate(
     """
     config = getattr(model, "config", None)
     manifest = Manifest.load(data)
-    vocab_size = getattr(config, "vocab_size", None)
-    if vocab_size is not None and vocab_size != manifest.tokenizer["vocab_size"]:
-        raise UserError(
-            f"the model has a vocabulary of {vocab_size}, the data {os.fspath(data)!r} one of "
-            f"{manifest.tokenizer['vocab_size']}: evaluate on data of the model's own tokenizer"
-        )
+    if isinstance(model, GPT):
+        model.check_tokenizer(manifest.tokenizer["vocab_size"], manifest.tokenizer["sha256"])
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"max_tokens is {max_tokens}: it must be at least 1")
     seq_len = seq_len or getattr(config, "block_size", None)
     if seq_len is None:
         raise UserError("evaluate: this model has no block_size; give seq_len")
-    runtime = runtime or Runtime("cpu", "fp32")
+    runtime = runtime or Runtime.around(model)
     evaluator = Evaluator(data, split, seq_len, sequences_per_batch, max_tokens)
     loss = evaluator.loss(runtime.prepare(model), runtime)
     return {

@@ -4,6 +4,9 @@ Every field of TrainConfig and ModelConfig is a flag of `train`, named and typed
 """
 
 import argparse
+import ast
+import inspect
+import itertools
 import types
 import typing
 from collections.abc import Callable
@@ -150,17 +153,34 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
 
 def _add_fields(parser: argparse.ArgumentParser, config: type) -> None:
     """A flag for every field of a config class; absent ones leave no attribute."""
+    described = _describe_fields(config)
     for name, hint in typing.get_type_hints(config).items():
+        help = described.get(name)
         flag = "--" + name.replace("_", "-")
         options = typing.get_args(hint)
         kind = next((o for o in options if o is not types.NoneType), hint)
         parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: float, str: str}
         if name == "data":
-            parser.add_argument(flag, nargs="+", action=_Joined, default=argparse.SUPPRESS)
+            parser.add_argument(
+                flag, nargs="+", action=_Joined, default=argparse.SUPPRESS, help=help
+            )
         elif kind is bool:
             action = argparse.BooleanOptionalAction
-            parser.add_argument(flag, action=action, default=argparse.SUPPRESS)
+            parser.add_argument(flag, action=action, default=argparse.SUPPRESS, help=help)
         elif kind in parsers:
             parse = parsers[kind]
             parse = optional(parse) if types.NoneType in options else parse
-            parser.add_argument(flag, type=parse, default=argparse.SUPPRESS)
+            parser.add_argument(flag, type=parse, default=argparse.SUPPRESS, help=help)
+
+
+def _describe_fields(config: type) -> dict[str, str]:
+    """A line of help for each field: the text below it in the source, and its default."""
+    body = ast.parse(inspect.getsource(config)).body[0].body  # type: ignore[attr-defined]
+    texts = {}
+    for field, after in itertools.pairwise([*body, ast.Pass()]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            text = after.value.value + " " if is_text else ""
+            default = ast.unparse(field.value) if field.value else "none"
+            texts[field.target.id] = f"{text}(default {default})".replace("%", "%%")
+    return texts

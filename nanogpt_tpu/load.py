@@ -42,4 +42,5 @@ def load_checkpoint(
     tokenizer = load_tokenizer(checkpoint.folder)
     if tokenizer.sha256 != state["tokenizer"]["sha256"]:
         raise UserError(f"{checkpoint.folder}: tokenizer.json is not the one it was trained with")
+    model.tokenizer_sha256 = tokenizer.sha256
     return model.eval(), tokenizer, state

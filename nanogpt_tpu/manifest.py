@@ -184,12 +184,12 @@ def _named(data: DataPath, split: str) -> list[Path]:
 
 
 def find_data(folder: str | os.PathLike[str] | None = None) -> Path:
-    """The data folder in or below `folder`; below the read-only inputs unless given.
+    """The data folder in or below `folder`; below `env.attached_dir()` unless given.
 
     Raises:
         UserError: none there, or several; their names are given.
     """
-    root = env.input_dir() if folder is None else Path(folder)
+    root = env.attached_dir() if folder is None else Path(folder)
     found = sorted(path.parent for path in root.rglob(MANIFEST))
     if not found:
         raise UserError(

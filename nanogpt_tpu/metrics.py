@@ -67,8 +67,11 @@ class MetricsLog:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in {**values, "session": self.session}.items()
         }
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self._file.name} cannot be written ({error}): make room") from error
         return record
 
     def write_samples(self, step: int, tokens: int, samples: list[dict[str, str]]) -> None:

@@ -22,17 +22,18 @@ from nanogpt_tpu.errors import UserError
 
 IGNORED_TARGET = -100  # PyTorch's own: any model that uses F.cross_entropy leaves these out
 NORM_EPS = 1e-5  # stated: the default of F.rms_norm depends on the dtype
+QK_EPS = 1e-12  # far below any real q or k: tiny vectors are normalized all the same
 _MASKED_LOGIT = -1e30
 _ROPE_BASE = 10_000.0
 
 
-def rms_norm(x: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, eps: float = NORM_EPS) -> torch.Tensor:
     """Scale the last dimension to root mean square 1, in fp32, without gain (Zhang, Sennrich 2019).
 
     Any shape and float dtype; the dtype is kept.
     """
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -82,7 +83,7 @@ class Attention(nn.Module):
         heads = (batch, seq_len, self.config.n_head, self.config.head_size)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
         if self.config.qk_norm:
-            q, k = _unit_norm(q), _unit_norm(k)  # (B, H, T, D)
+            q, k = rms_norm(q, QK_EPS), rms_norm(k, QK_EPS)  # (B, H, T, D)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         dropout = self.config.dropout if self.training else 0.0
@@ -95,15 +96,6 @@ class Attention(nn.Module):
             y = causal_attention(q, k, v, dropout, self.config.attention)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(batch, seq_len, width)
         return self.resid_dropout(self.c_proj(y))
-
-
-def _unit_norm(x: torch.Tensor) -> torch.Tensor:
-    """QK-norm (Henry et al. 2020): each head's vector to length sqrt(D), in fp32.
-
-    The epsilon is far below any real q or k, so that tiny vectors are normalized all the same.
-    """
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-12)).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -151,6 +143,8 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """A GPT of the given shape; `model(idx, targets) -> (logits, loss)`."""
+
+    tokenizer_sha256: str | None = None  # set by training and loading, checked before use
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -232,6 +226,23 @@ class GPT(nn.Module):
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
         return logits[..., : self.config.vocab_size], loss
+
+    def check_tokenizer(self, vocab_size: int, sha256: str) -> None:
+        """Refuse text of another tokenizer than the one this model was trained with.
+
+        Raises:
+            UserError: another size; or another identity, where that of training is known.
+        """
+        if vocab_size != self.config.vocab_size:
+            raise UserError(
+                f"the model has a vocabulary of {self.config.vocab_size}, the tokenizer one of "
+                f"{vocab_size}: use the tokenizer.json saved with the model, and its data"
+            )
+        if self.tokenizer_sha256 not in (None, sha256):
+            raise UserError(
+                f"the tokenizer (sha256 {sha256[:8]}) is not the one that the model was trained "
+                f"with ({str(self.tokenizer_sha256)[:8]}): use the one saved with it, and its data"
+            )
 
     def num_params(self) -> int:
         """Trainable parameters, without the rows that only pad the vocabulary."""

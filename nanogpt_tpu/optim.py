@@ -47,6 +47,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     Raises:
         UserError: muon for a model that has no matrices in blocks named h.
     """
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UserError("the model has no parameter to train: set requires_grad on some")
     device = next(model.parameters()).device
     on_xla = device.type == "xla"
     settings: dict[str, Any] = {

@@ -38,10 +38,11 @@ class Runtime:
 
         # XLA: "no", always: Accelerate's own bf16 would set XLA_USE_BF16 on a TPU, and torch_xla
         # would then store every fp32 tensor as bf16, master weights and moments included.
-        self.accelerator = Accelerator(mixed_precision="no", cpu=kind == "cpu")
+        self.accelerator: Any = Accelerator(mixed_precision="no", cpu=kind == "cpu")
         self.device = self.accelerator.device
         self.num_devices = int(self.mesh.size()) if self.mesh else self.accelerator.num_processes
         self.num_processes = self.accelerator.num_processes
+        self.rank = self.accelerator.process_index
         self.is_main = self.accelerator.is_main_process
         self.precision = precision
         self.num_host_reads = 0
@@ -56,6 +57,20 @@ class Runtime:
                 "updates; unset XLA_USE_BF16 and XLA_DOWNCAST_BF16, then restart Python"
             )
 
+    @classmethod
+    def around(cls, model: nn.Module) -> "Runtime":
+        """The runtime, in fp32, of a model where it already is: for sampling and evaluation."""
+        device = next(model.parameters()).device
+        if device.type == "xla":
+            return cls(env.chosen_device(), "fp32")
+        runtime = cls.__new__(cls)  # no Accelerator: this process may train elsewhere
+        runtime.accelerator = None
+        runtime.device, runtime.precision, runtime.mesh = device, "fp32", None
+        runtime.is_xla, runtime.is_main, runtime.rank = False, True, 0
+        runtime.num_devices = runtime.num_processes = 1
+        runtime.num_host_reads = 0
+        return runtime
+
     def describe(self) -> str:
         """One line for people: device, how many, precision."""
         count = f", {self.num_devices} devices" if self.num_devices > 1 else ""
@@ -65,7 +80,10 @@ class Runtime:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device, whole on every chip; wrapped where there are processes."""
+        ties = _shared_parameters(model)
         model = model.to(self.device)
+        for name, first in ties:  # XLA: the move copies each, and the two would train apart
+            _set_parameter(model, name, model.get_parameter(first))
         if self.mesh is not None:
             import torch_xla
             from torch_xla.distributed import spmd
@@ -73,7 +91,7 @@ class Runtime:
             torch_xla.sync(wait=True)  # XLA: mark_sharding races with a transfer in flight
             for tensor in (*model.parameters(), *model.buffers()):
                 spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
-        return self.accelerator.prepare(model)
+        return model if self.accelerator is None else self.accelerator.prepare(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         """Accelerate's wrapper around an optimizer whose parameters are on the device."""
@@ -93,13 +111,13 @@ class Runtime:
             return xm.send_cpu_data_to_device(
                 [tensor.contiguous() for tensor in tensors], self.device, input_sharding=sharding
             )
-        world, rank = self.num_processes, self.accelerator.process_index
+        world, rank = self.num_processes, self.rank
         rows = [tensor.chunk(world)[rank] for tensor in tensors]
         return [part.to(self.device, non_blocking=True) for part in rows]
 
     def rows_here(self, num_real: int, num_rows: int) -> int:
         """How many of a batch's first `num_real` rows `place` leaves to this process."""
-        world, rank = self.num_processes, self.accelerator.process_index
+        world, rank = self.num_processes, self.rank
         share = num_rows // world
         return max(0, min(share, num_real - rank * share))
 
@@ -172,7 +190,7 @@ class Runtime:
         value = 0
         for number in numbers:
             value = (value * 1_000_003 + number) % 2**31
-        torch.manual_seed(value + self.accelerator.process_index)
+        torch.manual_seed(value + self.rank)
         if self.is_xla:
             import torch_xla.core.xla_model as xm
 
@@ -201,10 +219,31 @@ class Runtime:
         for block in blocks:
             block.forward = _recomputed(block.forward, self.is_xla)
 
+    def uncheckpoint_blocks(self, model: nn.Module) -> None:
+        """Undo `checkpoint_blocks`: the wrapper would bind a copy of the model to this one."""
+        for block in getattr(model, "h", ()):
+            block.__dict__.pop("forward", None)
+
     def to_host(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies in host memory, apart from the tensors that training goes on to change."""
         self.cut(wait=True)
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _shared_parameters(model: nn.Module) -> list[tuple[str, str]]:
+    """(name, first name) of each parameter that has a second name: tied weights."""
+    first_name: dict[nn.Parameter, str] = {}
+    ties = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        first = first_name.setdefault(param, name)
+        if first != name:
+            ties.append((name, first))
+    return ties
+
+
+def _set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, param)
 
 
 def _check_present(kind: str) -> None:
@@ -240,12 +279,14 @@ def _recomputed(forward: Callable[..., torch.Tensor], on_xla: bool) -> Callable[
         # XLA: torch.utils.checkpoint fails on torch_xla 2.8 (it looks for torch.xla).
         from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 
-        def run(*args: Any) -> torch.Tensor:
-            return xla_checkpoint(forward, *args) if torch.is_grad_enabled() else forward(*args)
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return xla_checkpoint(forward, *args)
     else:
         from torch.utils.checkpoint import checkpoint
 
-        def run(*args: Any) -> torch.Tensor:
-            return checkpoint(forward, *args, use_reentrant=False)
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return run

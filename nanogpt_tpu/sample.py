@@ -56,6 +56,8 @@ class Sampling:
         is greedy, not NaN.
         """
         logits = logits.double()
+        if not torch.isfinite(logits).all():
+            raise UserError("the model's logits are not finite: it diverged; load an earlier step")
         if self.temperature == 0:
             return int(logits.argmax())
         logits = (logits - logits.max()) / self.temperature
@@ -92,15 +94,14 @@ def sample(
         UserError: a setting outside its range, or a tokenizer that is not the model's.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    if num_samples < 1 or max_new_tokens < 0:
-        raise UserError(
-            f"num_samples {num_samples} must be at least 1, max_new_tokens {max_new_tokens} 0"
-        )
-    if tokenizer.vocab_size != model.config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
-            "use the tokenizer.json that was saved with the model"
-        )
+    for name, value, low in (
+        ("num_samples", num_samples, 1),
+        ("max_new_tokens", max_new_tokens, 0),
+        ("seed", seed, 0),
+    ):
+        if not low <= value < 2**31:
+            raise UserError(f"{name} is {value}: from {low} to 2147483647")
+    model.check_tokenizer(tokenizer.vocab_size, tokenizer.sha256)
     prompt_ids = [tokenizer.eot_id, *tokenizer.encode(prompt)]
     context = model.config.block_size
     if len(prompt_ids) > context:
@@ -109,7 +110,7 @@ def sample(
             file=sys.stderr,
         )
     rows = [list(prompt_ids) for _ in range(num_samples)]
-    runtime = runtime or Runtime("cpu", "fp32")
+    runtime = runtime or Runtime.around(model)
     start_s = time.monotonic()
     reasons = _extend(
         model, rows, max_new_tokens, sampling, seed, tokenizer.eot_id if stop_at_eot else None,

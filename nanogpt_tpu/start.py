@@ -1,5 +1,6 @@
 """What a run starts from: folders, data, vocabulary, checkpoint; checked before any write."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -8,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_tpu import env
-from nanogpt_tpu.checkpoint import Checkpoint, newest_valid, open_checkpoint
-from nanogpt_tpu.config import TrainConfig, preset
+from nanogpt_tpu.checkpoint import (
+    STATE,
+    Checkpoint,
+    newest_valid,
+    open_checkpoint,
+    valid_checkpoints,
+)
+from nanogpt_tpu.config import BatchPlan, TrainConfig, preset
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.metrics import METRICS, SAMPLES
 from nanogpt_tpu.shards import Manifest
@@ -40,8 +47,20 @@ class Start:
         """Tokens in the longest validation shard; 0 if there is none."""
         return max((s.num_tokens for s in self.manifest.splits.get("val", [])), default=0)
 
+    def describe(self, plan: BatchPlan, num_params: int) -> list[str]:
+        """What this run is, for people, before it starts."""
+        config, train_tokens = self.config, self.manifest.num_tokens("train")
+        epochs = config.num_steps * plan.tokens_per_step / train_tokens
+        return [
+            f"Model: {num_params:,} parameters, context {config.context}",
+            f"Data: {train_tokens:,} training tokens; {config.num_steps:,} steps of "
+            f"{plan.tokens_per_step:,} are {epochs:.2g} epoch(s)",
+            f"Step: {plan.num_micro_steps} micro step(s) of {plan.micro_batch_size} sequences of "
+            f"{plan.seq_len} tokens on {plan.num_devices} device(s)",
+        ]
+
     def open_run_dir(self) -> None:
-        """Make the run folder and bring along the curve of a run that goes on from elsewhere.
+        """Make the run folder; bring along curve and checkpoint of a run that was elsewhere.
 
         Raises:
             UserError: the folder cannot be written.
@@ -49,16 +68,35 @@ class Start:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self.tokenizer.save(self.run_dir)
+            text = json.dumps(self.config.to_dict(), indent=1) + "\n"
+            (self.run_dir / "config.json").write_text(text, "utf-8")
+            self._bring_along()
         except OSError as error:
             raise UserError(f"out {str(self.run_dir)!r} cannot be written ({error})") from error
+
+    def adopt(self) -> None:
+        """Bring along a run that needs no step, if it was somewhere else."""
+        if env.is_main_process() and not (self.run_dir / "config.json").exists():
+            self.open_run_dir()
+
+    def _bring_along(self) -> None:
         if self.checkpoint is None:
             return
         source = self.checkpoint.folder.parent.parent
         if source.resolve() != self.run_dir.resolve():
             if (source / METRICS).is_file():
                 shutil.copyfile(source / METRICS, self.run_dir / METRICS)
-            if (source / SAMPLES).is_dir():
-                shutil.copytree(source / SAMPLES, self.run_dir / SAMPLES, dirs_exist_ok=True)
+            _copy_files(source / SAMPLES, self.run_dir / SAMPLES)
+            kept = self.run_dir / "checkpoints" / self.checkpoint.folder.name
+            _copy_files(self.checkpoint.folder, kept)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy a flat folder's files, the commit mark last; writable even where the source is not."""
+    files = [path for path in source.glob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == STATE):
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / path.name)
 
 
 def find_start(config: TrainConfig) -> Start:
@@ -71,8 +109,11 @@ def find_start(config: TrainConfig) -> Start:
     run_dir, data_dir = _folders(config)
     manifest = Manifest.load(data_dir)
     config = _follow_data(config, manifest)
+    tokenizer = load_tokenizer(data_dir)
+    if tokenizer.sha256 != manifest.tokenizer["sha256"]:
+        raise UserError(f"data {data_dir}: tokenizer.json is not the one that made its shards")
     checkpoint, lines = _find_checkpoint(config, run_dir, manifest)
-    return Start(config, run_dir, data_dir, manifest, load_tokenizer(data_dir), checkpoint, lines)
+    return Start(config, run_dir, data_dir, manifest, tokenizer, checkpoint, lines)
 
 
 def _folders(config: TrainConfig) -> tuple[Path, Path]:
@@ -102,26 +143,27 @@ def _find_checkpoint(
     config: TrainConfig, run_dir: Path, manifest: Manifest
 ) -> tuple[Checkpoint | None, list[str]]:
     """What `config.resume` says: a path, never, or auto (newest in `out`, else in the input)."""
-    if config.resume == "never":
-        return None, []
+    own, damaged = newest_valid(run_dir / "checkpoints")
+    lines = [f"Passed over: {line}." for line in damaged]
     checkpoint: Checkpoint | None
-    lines: list[str] = []
-    if config.resume != "auto":
-        checkpoint = open_checkpoint(config.resume)
-        _refuse_another_run(checkpoint, config, manifest)
-    else:
-        checkpoint, lines = newest_valid(run_dir)
-        lines = [f"Passed over: {line}." for line in lines]
-        if checkpoint is not None:
-            _refuse_another_run(checkpoint, config, manifest)
-        elif lines:
+    if config.resume == "auto":
+        checkpoint = own
+        if own is None and damaged:
             raise UserError(
-                f"{run_dir}: every checkpoint is damaged ({lines[-1]}); restore one, or start "
-                "again with --resume never"
+                f"{run_dir}: every checkpoint is damaged ({damaged[-1]}); restore one, or move the "
+                "folder away to start again"
             )
-        else:
+        if own is None:
             checkpoint, lines = _find_input_checkpoint(config, manifest)
+    elif own is not None or damaged:
+        raise UserError(
+            f"out {str(run_dir)!r} already holds checkpoints: with --resume {config.resume} choose "
+            "another --out, or move that folder away"
+        )
+    else:
+        checkpoint = None if config.resume == "never" else open_checkpoint(config.resume)
     if checkpoint is not None:
+        _refuse_another_run(checkpoint, config, manifest)
         lines.append(f"Resuming from {checkpoint.folder} at step {checkpoint.step}.")
     return checkpoint, lines
 
@@ -132,14 +174,15 @@ def _find_input_checkpoint(
     """The newest checkpoint of this run under the read-only input folder, where outputs mount."""
     if not env.input_dir().is_dir():
         return None, []
-    checkpoint, lines = newest_valid(env.input_dir())
-    if checkpoint is None:
-        return None, lines
-    try:
-        _refuse_another_run(checkpoint, config, manifest)
-    except UserError as error:
-        return None, [*lines, f"Starting anew: {error}."]
-    return checkpoint, lines
+    checkpoints, lines = valid_checkpoints(env.input_dir())
+    for checkpoint in checkpoints:
+        try:
+            _refuse_another_run(checkpoint, config, manifest)
+        except UserError as error:
+            lines.append(f"Not resuming: {error}.")
+        else:
+            return checkpoint, lines
+    return None, lines
 
 
 def _refuse_another_run(checkpoint: Checkpoint, config: TrainConfig, manifest: Manifest) -> None:

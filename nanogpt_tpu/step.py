@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from nanogpt_tpu.config import BatchPlan, TrainConfig
+from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.optim import make_optimizer, set_step
 from nanogpt_tpu.runtime import Runtime
 
@@ -62,6 +63,8 @@ class TrainStep:
         with self._runtime.sync_gradients(self.model, is_last):
             with self._runtime.autocast():
                 _, loss = self.model(idx, targets)
+            if loss is None:
+                raise UserError("the model gave no loss: forward(idx, targets) -> (logits, loss)")
             loss = loss.float() / self._plan.num_micro_steps
             self._runtime.backward(loss)
         self._loss_sum += loss.detach()

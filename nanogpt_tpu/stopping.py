@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
@@ -34,6 +35,7 @@ class Stopper:
         if self._signalled:
             os._exit(EXIT_INTERRUPTED)
         self._signalled = True
+        print("\nStopping after this step, saving; again to end at once.", file=sys.stderr)
 
     def reason(self, step: int, reserve_s: float) -> str | None:
         """Why to stop after `step`: "signal", "session", "step", or None to go on.

@@ -6,7 +6,6 @@ Each optimizer step is a function of (seed, step) and of the state before it, so
 and resumes gives the same weights as one that does not. The device is read on log steps only.
 """
 
-import json
 import math
 import sys
 import time
@@ -70,10 +69,15 @@ def train(
         UserError: anything wrong with settings, data, device or checkpoint, before a file is
             written; or a full disk later.
     """
-    session = _Session(find_start(config), model, on_log)
-    if session.step >= config.num_steps:
-        session.say(f"Already finished: step {session.step} of {config.num_steps}.")
-        return session.result("done")
+    if isinstance(model, GPT):
+        config = config.replace(model=model.config)
+    start = find_start(config)
+    session = _Session(start, model, on_log)
+    last_step = min(config.num_steps, config.stop_after_step or config.num_steps)
+    if session.step >= last_step:
+        session.say(f"Already finished: step {session.step} of {last_step}.")
+        start.adopt()
+        return session.result("done" if session.step >= config.num_steps else "step")
     with Stopper(config.stop_after_step, config.session_hours) as stopper, session:
         reason = None
         while reason is None:
@@ -98,7 +102,9 @@ class _Session:
         self._loader = ShardLoader(start.data_dir, "train", *size, config.seed, packing=packing)
         self._evaluator = self._make_evaluator()
         torch.manual_seed(config.seed)
-        self._model = model or GPT(config.model)
+        self._model = GPT(config.model) if model is None else model
+        if isinstance(self._model, GPT):
+            self._model.tokenizer_sha256 = start.tokenizer.sha256
         if (checkpoint := start.checkpoint) is not None:
             load_weights(self._model, checkpoint)
         self._train_step = TrainStep(self._model, config, self._plan, self._runtime)
@@ -106,8 +112,9 @@ class _Session:
         if checkpoint is not None:
             names = self._train_step.parameter_names()
             restore_optimizer(self._train_step.optimizer, names, checkpoint.load(OPTIMIZER))
-            self.step, self._val_loss = checkpoint.step, checkpoint.state["val_loss"]
-        for line in [*self._describe(), *start.lines]:
+            self.step, self._val_loss = checkpoint.step, checkpoint.state.get("val_loss")
+        lines = start.describe(self._plan, num_params(self._model))
+        for line in [f"Device: {self._runtime.describe()}", *lines, *start.lines]:
             self.say(line)
 
     def _make_evaluator(self) -> Evaluator | None:
@@ -120,20 +127,6 @@ class _Session:
         rows = self._plan.sequences_per_micro_step
         return Evaluator(start.data_dir, "val", config.context, rows, config.eval_tokens)
 
-    def _describe(self) -> list[str]:
-        """What this run is, for people, before it starts."""
-        config, plan = self._config, self._plan
-        train_tokens = self._start.manifest.num_tokens("train")
-        total_tokens = config.num_steps * plan.tokens_per_step
-        return [
-            f"Device: {self._runtime.describe()}",
-            f"Model: {num_params(self._model):,} parameters, context {config.context}",
-            f"Data: {train_tokens:,} training tokens; {config.num_steps:,} steps of "
-            f"{plan.tokens_per_step:,} are {total_tokens / train_tokens:.2g} epoch(s)",
-            f"Step: {plan.num_micro_steps} micro step(s) of {plan.micro_batch_size} sequences of "
-            f"{plan.seq_len} tokens on {plan.num_devices} device(s)",
-        ]
-
     def say(self, line: str) -> None:
         """Tell the user something, once over all processes, above any progress bar."""
         if self._runtime.is_main:
@@ -144,8 +137,6 @@ class _Session:
         self._log = None
         if self._runtime.is_main:
             self._start.open_run_dir()
-            config_text = json.dumps(self._config.to_dict(), indent=1)
-            (self._start.run_dir / "config.json").write_text(config_text + "\n", "utf-8")
             self._log = MetricsLog(self._start.run_dir, self.step)
         self._progress = tqdm(
             total=self._config.num_steps,
@@ -163,6 +154,7 @@ class _Session:
 
     def __exit__(self, *_: object) -> None:
         self._progress.close()
+        self._runtime.uncheckpoint_blocks(self._model)
         if self._log is not None:
             self._log.close()
 
@@ -172,11 +164,13 @@ class _Session:
         self.step += 1
         self._train_step.run(self.step, idx, targets)
         self._progress.update()
-        if self._is_due(self._config.log_every):
+        config = self._config
+        wants_eval, wants_samples = map(self._is_due, (config.eval_every, config.sample_every))
+        if self._is_due(config.log_every) or wants_eval or wants_samples:
             self._log_step()
-        if self._is_due(self._config.eval_every) and not self.is_nan:
+        if wants_eval and not self.is_nan:
             self._evaluate()
-        if self._is_due(self._config.sample_every) and not self.is_nan:
+        if wants_samples and not self.is_nan:
             self._write_samples()
 
     def _is_due(self, every: int | None) -> bool:
@@ -245,8 +239,12 @@ class _Session:
         """One line of metrics, also to the callback."""
         if self._log is not None:
             line = self._log.write(step=self.step, tokens=self._tokens, **values, time=time.time())
-            if self._on_log is not None:
-                self._on_log(line)
+            try:
+                if self._on_log is not None:
+                    self._on_log(line)
+            except Exception as error:  # whatever a drawing does, a night's training goes on
+                self.say(f"on_log failed and is called no more: {type(error).__name__}: {error}")
+                self._on_log = None
 
     def decide(self, stopper: Stopper) -> tuple[str | None, bool]:
         """Why to stop now, if at all, and whether to save: the same in every process."""

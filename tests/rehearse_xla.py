@@ -46,6 +46,38 @@ def same(run_a, run_b):
     )
 
 
+def next_cell(result, data):
+    """What the cell after training does, in the same process, with either copy of the model."""
+    loaded, tokenizer, _ = load_checkpoint(result.run_dir)
+    settings = {"max_new_tokens": 5, "temperature": 0}
+    return {
+        "texts": [ng.generate(m, tokenizer, "ab", **settings) for m in (result.model, loaded)],
+        "losses": [
+            ng.evaluate(m, data, max_tokens=512)["val_loss"] for m in (result.model, loaded)
+        ],
+        "trained": result.val_loss,
+    }
+
+
+class Tied(torch.nn.Module):
+    """A foreign model whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(257, 8)
+        self.head = torch.nn.Linear(8, 257, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, idx, targets=None):
+        logits = self.head(self.table(idx))
+        flat = logits.flatten(0, 1)
+        return logits, torch.nn.functional.cross_entropy(flat, targets.flatten())
+
+
+def ties_after(model):
+    return model.head.weight is model.table.weight
+
+
 def placement(runtime, data):
     """Device, mesh, and how a batch lies on it."""
     idx, _ = ShardLoader(data, "train", 32, 16, seed=0)(0)
@@ -117,7 +149,9 @@ def shapes_seen(run_dir, runtime):
 def main(data, work):
     work = Path(work)
     facts = {}
-    train(config(data, work / "ten", num_steps=10, checkpoint_every=None))
+    result = train(config(data, work / "ten", num_steps=10, checkpoint_every=None))
+    facts["next_cell"] = next_cell(result, data)
+    facts["tied"] = ties_after(train(config(data, work / "tied", num_steps=2), model=Tied()).model)
     facts["ten_losses"] = losses(work / "ten")
     facts["ten_val_losses"] = [r["val_loss"] for r in read_metrics(work / "ten") if "val_loss" in r]
     runtime = Runtime("xla-cpu:8", "fp32")

@@ -9,7 +9,7 @@ import torch
 from nanogpt_tpu.attention import causal_attention
 from nanogpt_tpu.config import ModelConfig, preset
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.model import GPT, IGNORED_TARGET, rms_norm, rope_tables, rotate
+from nanogpt_tpu.model import GPT, IGNORED_TARGET, QK_EPS, rms_norm, rope_tables, rotate
 
 SWITCHES = [
     {},
@@ -192,10 +192,8 @@ def test_rope_turns_scores_into_a_function_of_distance():
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_qk_norm_gives_the_same_length_to_tiny_vectors(scale, dtype):
-    from nanogpt_tpu.model import _unit_norm
-
     x = (torch.randn(4, 2, 8, 16, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
-    lengths = _unit_norm(x).float().norm(dim=-1)
+    lengths = rms_norm(x, QK_EPS).float().norm(dim=-1)
     assert torch.allclose(lengths, torch.full_like(lengths, 4.0), rtol=0.01)
     assert rms_norm(x).dtype == dtype
 

@@ -48,7 +48,9 @@ def write_run(folder: Path, lines: list[Any], config: Any = None, state: Any = N
     if state is not None:
         checkpoint = folder / "checkpoints" / f"step_{state['step']:08d}"
         checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text(json.dumps({"format_version": 1, **state}), "utf-8")
+        (checkpoint / "state.json").write_text(
+            json.dumps({"format_version": 1, "sha256": {}, **state}), "utf-8"
+        )
     return folder
 
 

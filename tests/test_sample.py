@@ -150,5 +150,7 @@ def test_another_tokenizer_is_refused_with_both_sizes(model):
     from nanogpt_tpu.tokenizer import train_tokenizer
 
     other = train_tokenizer(["some words to learn from, some words"], 270)
-    with pytest.raises(UserError, match=f"{other.vocab_size} ids, the model 257"):
+    with pytest.raises(
+        UserError, match=f"vocabulary of 257, the tokenizer one of {other.vocab_size}"
+    ):
         generate(model, other, "a")

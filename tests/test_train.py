@@ -268,7 +268,7 @@ def test_what_a_run_writes(shards, tmp_path):
     records = read_metrics(tmp_path / "run")
     assert seen == records
     assert [r["step"] for r in records if "val_loss" in r] == [0, 5, 10]
-    assert [r["step"] for r in records if "loss" in r] == [2, 4, 6, 8, 10]
+    assert [r["step"] for r in records if "loss" in r] == [2, 4, 5, 6, 8, 10]  # and at evaluations
     assert all(r["tokens"] == 32 * r["step"] for r in records)
     assert result.val_loss == records[-1]["val_loss"]
     assert [c.step for c in find_checkpoints(tmp_path / "run")] == [10, 8]
@@ -348,7 +348,7 @@ def test_any_module_trains_and_resumes(shards, tmp_path):
     with pytest.raises(UserError, match="Foreign"):
         ng.load_checkpoint(tmp_path / "run")
     with pytest.raises(UserError, match=r"nn\.ModuleList named 'h'"):
-        train(config.replace(gradient_checkpointing=True, resume="never"), model=Foreign())
+        train(config.replace(gradient_checkpointing=True, out=str(tmp_path / "b")), model=Foreign())
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
@@ -436,3 +436,103 @@ def test_an_output_that_cannot_be_written_is_refused(shards, tmp_path):
 def test_presets_evaluate_less_than_a_twentieth_of_their_time():
     for name in ("tiny", "demo", "gpt2"):
         assert ng.preset(name).eval_share < 0.05
+
+
+def test_starting_anew_never_touches_checkpoints_that_are_there(shards, two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path / "run")
+    before = [path.read_bytes() for path in files(tmp_path / "run")]
+    with pytest.raises(UserError, match="already holds checkpoints"):
+        train(small(shards, tmp_path / "run", num_steps=20, resume="never"))
+    assert [path.read_bytes() for path in files(tmp_path / "run")] == before
+
+
+@pytest.mark.parametrize("content", ["", '{"format_version": 2, "step": 2}', "[[["])
+def test_marks_that_cannot_be_read_never_mean_a_silent_restart(
+    shards, two_steps, tmp_path, content
+):
+    shutil.copytree(two_steps, tmp_path / "run")
+    (find_checkpoints(tmp_path / "run")[0].folder / "state.json").write_text(content)
+    with pytest.raises(UserError, match=r"every checkpoint is damaged.*state\.json"):
+        train(small(shards, tmp_path / "run", num_steps=20))
+
+
+def test_a_resume_after_a_damaged_newest_keeps_what_it_saves(shards, tmp_path):
+    config = small(shards, tmp_path / "run", num_steps=20, checkpoint_every=2, keep_last=5)
+    train(config.replace(stop_after_step=4))
+    model = find_checkpoints(tmp_path / "run")[0].folder / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:50])
+    train(config.replace(stop_after_step=3, keep_last=1))
+    assert train(config.replace(stop_after_step=5)).step == 5
+
+
+def test_the_right_one_of_several_attached_runs_is_found(shards, two_steps, tmp_path, monkeypatch):
+    shutil.copytree(two_steps, tmp_path / "input" / "right")
+    further = small(shards, tmp_path / "input" / "other", num_steps=20, n_embd=32)
+    train(further.replace(stop_after_step=5))
+    monkeypatch.setenv("NANOGPT_TPU_INPUT", str(tmp_path / "input"))
+    assert train(small(shards, tmp_path / "run", num_steps=20, stop_after_step=3)).step == 3
+
+
+def test_a_finished_run_that_is_attached_is_brought_along(shards, tmp_path, monkeypatch):
+    train(small(shards, tmp_path / "input" / "run", num_steps=3))
+    for path in (tmp_path / "input").rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    monkeypatch.setenv("NANOGPT_TPU_INPUT", str(tmp_path / "input"))
+    result = train(small(shards, tmp_path / "run", num_steps=3))
+    assert result.stopped_because == "done"
+    assert ng.load_checkpoint(result.run_dir)[2]["step"] == 3
+    assert ng.report(result.run_dir).is_file()
+
+
+def test_a_stop_that_is_behind_stays_there(shards, tmp_path):
+    config = small(shards, tmp_path / "run", num_steps=9, stop_after_step=4)
+    assert train(config).step == 4
+    assert (train(config).step, train(config).stopped_because) == (4, "step")
+
+
+def test_a_drawing_that_fails_does_not_end_the_run(shards, tmp_path, capsys):
+    def broken(record):
+        raise RuntimeError("no display")
+
+    assert train(small(shards, tmp_path / "run", num_steps=3), on_log=broken).step == 3
+    assert capsys.readouterr().out.count("on_log failed") == 1
+
+
+def test_a_gpt_of_another_shape_is_saved_as_it_is(shards, tmp_path):
+    shape = ng.ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=257)
+    train(small(shards, tmp_path / "run", num_steps=2), model=ng.GPT(shape))
+    assert ng.load_checkpoint(tmp_path / "run")[0].config == shape
+
+
+def test_frozen_parameters_resume(shards, tmp_path):
+    def frozen():
+        model = ng.GPT(small(shards, tmp_path).model)
+        model.wte.weight.requires_grad_(False)
+        return model
+
+    config = small(shards, tmp_path / "run", num_steps=4)
+    train(config.replace(stop_after_step=2), model=frozen())
+    assert train(config, model=frozen()).step == 4
+
+
+def test_recomputation_leaves_the_model_as_it_was(shards, tmp_path):
+    result = train(small(shards, tmp_path / "run", num_steps=1, gradient_checkpointing=True))
+    assert all("forward" not in block.__dict__ for block in result.model.h)
+
+
+def test_tied_weights_of_any_module_stay_tied(shards, tmp_path):
+    class Tied(Foreign):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(257, 257, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, idx, targets=None):
+            logits = self.head(self.table(idx))
+            flat = logits.flatten(0, 1)
+            return logits, torch.nn.functional.cross_entropy(flat, targets.flatten())
+
+    config = small(shards, tmp_path / "run", num_steps=4, learning_rate=1e-2)
+    train(config.replace(stop_after_step=2), model=Tied())
+    model = train(config, model=Tied()).model
+    assert model.head.weight is model.table.weight

@@ -59,6 +59,17 @@ def test_it_really_runs_on_eight_xla_devices_with_the_batch_split(facts):
     assert placement["fp32_is_fp32"]
 
 
+def test_the_next_cell_can_sample_and_evaluate(facts):
+    cell = facts["next_cell"]
+    assert cell["texts"][0] == cell["texts"][1]
+    assert cell["texts"][0].startswith("ab")
+    assert cell["losses"] == pytest.approx([cell["trained"]] * 2, rel=1e-4)
+
+
+def test_tied_weights_of_a_foreign_model_stay_tied(facts):
+    assert facts["tied"] is True
+
+
 def test_losses_are_those_of_the_cpu(facts, data, tmp_path):
     ng.train(
         ng.preset(
