@@ -61,6 +61,25 @@ class Manifest:
         """Plain values, as in manifest.json."""
         return asdict(self)
 
+    def check_types(self) -> None:
+        """Refuse what no `prepare` wrote.
+
+        Raises:
+            TypeError, KeyError: a value of another kind, or one that is missing.
+        """
+        shards = [shard for split in self.splits.values() for shard in split]
+        counts = [self.tokenizer["vocab_size"], self.tokenizer["eot_id"], self.num_documents]
+        counts += [shard.num_tokens for shard in shards] + list(self.num_skipped.values())
+        texts = [self.tokenizer["sha256"], self.source, *self.splits]
+        texts += [name for shard in shards for name in (shard.file, shard.sha256 or "")]
+        dict(self.settings)
+        for count in counts:
+            if not isinstance(count, int) or not 0 <= count < 2**63:
+                raise TypeError(f"{count!r} is no count")
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"{text!r} is no text")
+
     def save(self, folder: Path) -> None:
         """Write manifest.json by rename, so that a half-written one is never seen."""
         partial = folder / f"{MANIFEST}.tmp"
@@ -92,10 +111,12 @@ class Manifest:
             }
             if missing := {"sha256", "vocab_size", "eot_id"} - values["tokenizer"].keys():
                 raise KeyError(f"tokenizer has no {' and no '.join(sorted(missing))}")
-            return Manifest(splits=splits, **values)
+            manifest = Manifest(splits=splits, **values)
+            manifest.check_types()
+            return manifest
         except UserError:
             raise
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a manifest of ours ({error}); prepare again") from error
 
 

@@ -40,7 +40,7 @@ class _Corpus:
 
     def __init__(self, data: str, split: str, seq_len: int, packing: str) -> None:
         self.files = list_shards(data, split)
-        self._seq_len = seq_len
+        self._seq_len, self.vocab_size = seq_len, Manifest.load(data).tokenizer["vocab_size"]
         self.shards = [read_shard(path, data) for path in self.files]
         windows = [max(0, shard.size - 1) // seq_len for shard in self.shards]
         self._starts: list[np.ndarray] | None = None  # of every window, where they are not regular
@@ -129,12 +129,14 @@ class ShardLoader:
 
     def _too_short(self, corpus: _Corpus, split: str) -> str:
         n, seq_len = self.sequences_per_step, self.seq_len
+        most = corpus.num_windows * seq_len
+        at_most = f" (tokens_per_step to at most {most})" if most else ""
         longest = max(range(len(corpus.files)), key=lambda k: corpus.shards[k].size)
         return (
             f"{corpus.files[longest]} holds {corpus.shards[longest].size:,} tokens and all {split} "
             f"shards {corpus.num_windows} sequences of {seq_len} + 1; one step needs "
             f"{n} sequences ({n * seq_len + 1:,} tokens): "
-            "add data, or lower tokens_per_step or seq_len"
+            "add data, or lower tokens_per_step or seq_len" + at_most
         )
 
     def _windows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -194,6 +196,11 @@ class ShardLoader:
         for k, corpus in enumerate(self._corpora):
             rows = np.flatnonzero(corpus_of == k)
             corpus.read(windows[rows], rows, tokens)
+            if (highest := int(tokens[rows].max(initial=0))) >= corpus.vocab_size:
+                raise UserError(  # XLA: it would be clamped in silence
+                    f"the batch of step {step + 1} has id {highest}, outside the vocabulary of "
+                    f"{corpus.vocab_size}: find it with nanogpt-tpu inspect"
+                )
         both = torch.from_numpy(tokens)  # (n, T + 1)
         return both[:, :-1], both[:, 1:]
 
