@@ -26,7 +26,7 @@ from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.files import Continuation
 from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import READY, download_ready
-from nanogpt_tpu.sources import Reader
+from nanogpt_tpu.sources import Reader, fingerprint
 from nanogpt_tpu.staging import Settings, Staging
 from nanogpt_tpu.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from nanogpt_tpu.tokenizer import train_tokenizer as learn_tokenizer
@@ -106,10 +106,17 @@ def prepare(
                             "give a function that returns an iterator")  # fmt: skip
     else:
         given["tokenizer"] = _as_text(tokenizer)
-    given["source_bytes"] = reader.num_bytes
+    given["source_bytes"], given["source_sample"] = reader.num_bytes, reader.sample
+    if given["tokenizer"] and (file := _tokenizer_file(tokenizer)).is_file():
+        given["source_sample"] += fingerprint(file).hex()
     settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
     staging = Staging(Path(out), " ".join(map(_as_text, origins)), settings)
     return staging.existing() or _Job(staging, reader, settings, workers).make(tokenizer)
+
+
+def _tokenizer_file(tokenizer: str | os.PathLike[str]) -> Path:
+    path = Path(tokenizer)
+    return path / FILE_NAME if path.is_dir() else path
 
 
 def _origin(source: Any) -> str | Callable[[], Iterable[str]]:

@@ -28,6 +28,8 @@ class Settings:
     """How a data folder was made; the manifest keeps it, to know the same call again."""
 
     source_bytes: int
+    source_sample: str
+    """Fingerprint of the source's files and of a tokenizer file: other text is other data."""
     tokenizer: str | None
     train_tokenizer: int | None
     val_tokens: int

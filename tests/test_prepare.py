@@ -331,3 +331,9 @@ def test_what_a_killed_run_left_is_cleared(tmp_path):
         "tokenizer.json",
         "train_000000.bin",
     }
+
+
+def test_other_text_of_the_same_size_is_not_taken_for_the_old_one(tmp_path):
+    make(tmp_path, ["hello"])
+    with pytest.raises(UserError, match="source_sample"):
+        make(tmp_path, ["jello"])
