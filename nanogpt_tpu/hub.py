@@ -72,6 +72,8 @@ def _open(source: str, part: tuple[int, int]) -> tuple[Any, bool, tuple[type[Exc
     except ImportError as error:
         raise UserError(f"source {source!r} needs the library: pip install datasets") from error
     name, _, config = source.removeprefix("hf:").partition(":")
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise UserError(f"source {source!r}: say owner and name, as in hf:HuggingFaceFW/fineweb")
     datasets.config.STREAMING_READ_MAX_RETRIES = 1  # its waits are fixed; ours grow and are told
     failures = (OSError, EOFError, HTTPError)
     missing = (datasets.exceptions.DatasetNotFoundError, ValueError)  # ValueError: no such config

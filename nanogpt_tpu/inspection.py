@@ -121,8 +121,10 @@ def inspect(
         (see `_statistics`), and `problems`, one line each: empty when all is well.
 
     Raises:
-        UserError: no data there at all.
+        UserError: no data there at all, or a block_size below 1.
     """
+    if block_size < 1:
+        raise UserError(f"block_size is {block_size}: it must be at least 1")
     found, lengths = _inspect(data, block_size)
     return (
         {**found, "picture": os.fspath(_draw(folder_of(data), found, lengths))} if draw else found

@@ -114,6 +114,14 @@ class ShardLoader:
         packing: str = "continuous",
     ) -> None:
         one_of("packing", packing, PACKINGS)
+        for name, value, low in (
+            ("seq_len", seq_len, 1),
+            ("sequences_per_step", sequences_per_step, 1),
+            ("seed", seed, 0),
+        ):
+            if value < low:
+                raise UserError(f"{name} is {value}: it must be at least {low}")
+        Manifest.load(data)  # of a mixture: refuses corpora of several tokenizers
         self.seq_len, self.sequences_per_step = seq_len, sequences_per_step
         self._seed, self._shuffle = seed, shuffle
         parts = parse_data(data)
