@@ -60,6 +60,12 @@ class Reader:
         index, count = self.part
         self._is_cut_by_file = len(files) >= count
         self._files = files[index::count] if self._is_cut_by_file else files
+        texts = [p for p in files if isinstance(p, Path) and kind_of(p) in (".txt", ".md")]
+        if texts and not self._is_cut_by_file:
+            raise UserError(
+                f"part {index + 1}/{count}: {len(files)} file(s) cannot be cut into {count} parts, "
+                f"{texts[0]} is one document: give at least {count} files, or JSON lines"
+            )
         self._mended: dict[str, tuple[int, str]] = {}  # how much in a file, and where first
         self._at: tuple[int, Any] = (0, None)  # file, place in it
         self.num_read = 0

@@ -172,3 +172,9 @@ def test_demo_text(run_python):
         "print(hashlib.sha256('\\0'.join(demo_documents()).encode()).hexdigest())"
     )
     assert run_python("-c", code, env={"PYTHONHASHSEED": "5"}).stdout.strip() == digest
+
+
+def test_one_text_file_is_not_cut_into_parts(tmp_path):
+    (tmp_path / "long.txt").write_text("some words\n" * 10)
+    with pytest.raises(UserError, match=r"part 1/2: 1 file\(s\) cannot be cut"):
+        Reader((str(tmp_path / "long.txt"),), part=(0, 2))
