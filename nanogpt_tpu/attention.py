@@ -1,12 +1,16 @@
-"""Causal self-attention over heads, in two forms that agree: PyTorch's own and plain products.
+"""Causal self-attention in two plain forms, the reference of `fused_attention`'s.
 
-Letters: B sequences, H heads, T tokens, D = head size.
+Letters: B sequences, T tokens, H heads, D = head size.
 """
 
 import math
 
 import torch
 import torch.nn.functional as F
+
+QK_EPS = 1e-12  # far below any real q or k: tiny vectors are normalized all the same
+# Finite, and representable in bf16: the lowest fp32 number would become -inf there.
+MASKED = -1e30
 
 
 def causal_attention(
@@ -33,12 +37,14 @@ def causal_attention(
 def _plain_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
 ) -> torch.Tensor:
-    """The definition written out; XLA fuses it. The softmax runs in fp32."""
-    seq_len = q.size(-2)
+    """The definition written out; the softmax runs in fp32."""
     scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.size(-1))  # (B, H, T, T)
-    position = torch.arange(seq_len, device=q.device)
-    future = position[None, :] > position[:, None]  # (T, T)
-    # Finite, and representable in bf16: the lowest fp32 number would become -inf there.
-    scores = scores.masked_fill(future, -1e30)
+    scores = scores.masked_fill(~visible(0, q.size(-2), q.device), MASKED)
     weights = F.dropout(F.softmax(scores, dim=-1), dropout, training=dropout > 0)
     return weights.to(v.dtype) @ v
+
+
+def visible(start: int, end: int, device: torch.device) -> torch.Tensor:
+    """Which of the tokens before `end` the tokens start..end may look at: (end - start, end)."""
+    position = torch.arange(end, device=device, dtype=torch.int32)
+    return position[start:, None] >= position[None, :]

@@ -42,7 +42,7 @@ class ModelConfig:
     zero_init_residual: bool = False
     """Start the projections into the residual stream at zero instead of small and random."""
     attention: str = "auto"
-    """auto, sdpa (PyTorch's own) or xla (plain matrix products, the form XLA compiles)."""
+    """auto, sdpa (PyTorch's own), xla (matrix products), pallas (a kernel for the TPU)."""
     attention_fp32: bool = False
     """Compute attention in fp32 also under bf16 autocast."""
 
@@ -52,7 +52,7 @@ class ModelConfig:
         one_of("norm", self.norm, ("layernorm", "rmsnorm"))
         one_of("mlp", self.mlp, ("gelu", "relu2", "swiglu"))
         one_of("position", self.position, ("learned", "rope"))
-        one_of("attention", self.attention, ("auto", "sdpa", "xla"))
+        one_of("attention", self.attention, ("auto", "sdpa", "xla", "pallas"))
         between(self, 0.0, 0.99, "dropout")
         if self.mlp == "swiglu" and self.n_embd % 3:
             raise UserError(

@@ -16,39 +16,47 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanogpt_tpu.attention import causal_attention
+from nanogpt_tpu import fused, kernels
+from nanogpt_tpu.attention import QK_EPS, causal_attention
 from nanogpt_tpu.config import ModelConfig
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.fused_attention import lean_attention
 
 IGNORED_TARGET = -100  # PyTorch's own: any model that uses F.cross_entropy leaves these out
 NORM_EPS = 1e-5  # stated: the default of F.rms_norm depends on the dtype
-QK_EPS = 1e-12  # far below any real q or k: tiny vectors are normalized all the same
 _MASKED_LOGIT = -1e30
 _ROPE_BASE = 10_000.0
 
 
-def rms_norm(x: torch.Tensor, eps: float = NORM_EPS) -> torch.Tensor:
-    """Scale the last dimension to root mean square 1, in fp32, without gain (Zhang, Sennrich 2019).
+class Linear(nn.Linear):
+    """nn.Linear, lean on a TPU."""
 
-    Any shape and float dtype; the dtype is kept.
-    """
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, F)."""
+        return fused.linear(x, self.weight, self.bias)
 
 
-class RMSNorm(nn.Module):
-    """`rms_norm` as a module."""
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm, lean on a TPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., C)."""
-        return rms_norm(x)
+        return fused.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """`fused.rms_norm` as a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., C) -> (..., C)."""
+        return fused.rms_norm(x, NORM_EPS)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
     """The normalization that the config names."""
     if config.norm == "rmsnorm":
         return RMSNorm()
-    return nn.LayerNorm(config.n_embd, eps=NORM_EPS, bias=config.bias)
+    return LayerNorm(config.n_embd, eps=NORM_EPS, bias=config.bias)
 
 
 def rope_tables(seq_len: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,8 +79,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         qkv_bias = config.bias if config.qkv_bias is None else config.qkv_bias
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=qkv_bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=qkv_bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -80,13 +88,16 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         batch, seq_len, width = x.shape
+        dropout = self.config.dropout if self.training else 0.0
+        if self._is_lean(x, dropout):
+            kernel = kernels.find(batch, seq_len, self.config)
+            return lean_attention(x, self.c_attn, self.c_proj, self.config, rope, kernel)
         heads = (batch, seq_len, self.config.n_head, self.config.head_size)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
         if self.config.qk_norm:
-            q, k = rms_norm(q, QK_EPS), rms_norm(k, QK_EPS)  # (B, H, T, D)
+            q, k = fused.rms_norm(q, QK_EPS), fused.rms_norm(k, QK_EPS)  # (B, H, T, D)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        dropout = self.config.dropout if self.training else 0.0
         if self.config.attention_fp32:
             # Autocast would cast fp32 products back to bf16: it must be off, not only left alone.
             with torch.autocast(x.device.type, enabled=False):
@@ -97,6 +108,12 @@ class Attention(nn.Module):
         y = y.transpose(1, 2).reshape(batch, seq_len, width)
         return self.resid_dropout(self.c_proj(y))
 
+    def _is_lean(self, x: torch.Tensor, dropout: float) -> bool:
+        """The lean form has no dropout inside, and is not meant where another form is named."""
+        config = self.config
+        is_plain = config.attention == "sdpa" or config.attention_fp32 or dropout > 0
+        return fused.is_lean(x) and not is_plain
+
 
 class MLP(nn.Module):
     """Two linear layers, four times as wide inside; for swiglu three, of as many parameters."""
@@ -106,17 +123,17 @@ class MLP(nn.Module):
         self.kind = config.mlp
         inner = 8 * config.n_embd // 3 if config.mlp == "swiglu" else 4 * config.n_embd
         first = 2 * inner if config.mlp == "swiglu" else inner  # gate and value in one product
-        self.c_fc = nn.Linear(config.n_embd, first, bias=config.bias)
-        self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, first, bias=config.bias)
+        self.c_proj = Linear(inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = self.c_fc(x)  # (B, T, 4C), swiglu (B, T, 16C/3)
         if self.kind == "gelu":
-            x = F.gelu(x, approximate="tanh")
+            x = fused.gelu(x)
         elif self.kind == "relu2":
-            x = F.relu(x).square()
+            x = fused.relu2(x)
         else:
             gate, value = x.chunk(2, dim=-1)
             x = F.silu(gate) * value
@@ -187,9 +204,9 @@ class GPT(nn.Module):
                 f"{seq_len} tokens are over the model's block_size {self.config.block_size}: "
                 "shorten the input"
             )
-        x, rope = self.wte(idx), None
+        x, rope = fused.embed(self.wte.weight, idx), None
         if self.wpe is not None:
-            x = x + self.wpe.weight[:seq_len]
+            x = x + self.wpe.weight[:seq_len].to(x.dtype)
         else:
             rope = (self.rope_cos[:seq_len], self.rope_sin[:seq_len])
         x = self.drop(x)
@@ -197,10 +214,14 @@ class GPT(nn.Module):
             x = block(x, rope)
         return self.ln_f(x)
 
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """The output matrix (P, C): the embedding table itself, unless the config unties them."""
+        return self.wte.weight if self.lm_head is None else self.lm_head.weight
+
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states (..., C) -> fp32 logits (..., P); those of padding ids are -1e30."""
-        weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(x, weight).float()
+        logits = F.linear(x, self.head_weight).float()
         if self.config.vocab_size < self.config.padded_vocab_size:
             logits[..., self.config.vocab_size :] = _MASKED_LOGIT
         return logits
@@ -215,13 +236,18 @@ class GPT(nn.Module):
             targets: the ids that follow, (B, T); those equal to -100 do not count.
 
         Returns:
-            Without targets: fp32 logits (B, T, V) and None. With targets: the same logits and the
-            mean cross-entropy in nats, a scalar in fp32.
+            Without targets: fp32 logits (B, T, V) and None. With targets: the same logits (None
+            where the loss is lean: it never makes them) and the mean cross-entropy in nats, a
+            scalar in fp32.
 
         Raises:
             UserError: more tokens than block_size.
         """
-        logits = self.head(self.features(idx))  # (B, T, P)
+        x = self.features(idx)  # (B, T, C)
+        if targets is not None and fused.is_lean(x):
+            vocab_size = self.config.vocab_size
+            return None, fused.head_loss(x, self.head_weight, targets, vocab_size, IGNORED_TARGET)
+        logits = self.head(x)  # (B, T, P)
         loss = None
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())

@@ -9,7 +9,8 @@ import torch
 from nanogpt_tpu.attention import causal_attention
 from nanogpt_tpu.config import ModelConfig, preset
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.model import GPT, IGNORED_TARGET, QK_EPS, rms_norm, rope_tables, rotate
+from nanogpt_tpu.fused import rms_norm
+from nanogpt_tpu.model import GPT, IGNORED_TARGET, NORM_EPS, QK_EPS, rope_tables, rotate
 
 SWITCHES = [
     {},
@@ -195,7 +196,7 @@ def test_qk_norm_gives_the_same_length_to_tiny_vectors(scale, dtype):
     x = (torch.randn(4, 2, 8, 16, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
     lengths = rms_norm(x, QK_EPS).float().norm(dim=-1)
     assert torch.allclose(lengths, torch.full_like(lengths, 4.0), rtol=0.01)
-    assert rms_norm(x).dtype == dtype
+    assert rms_norm(x, NORM_EPS).dtype == dtype
 
 
 def test_bf16_autocast_stays_close_to_fp32_and_finite():
