@@ -227,7 +227,7 @@ class _HeadLoss(Function):
             column = torch.arange(weight.size(0), device=x.device, dtype=torch.int32)
             e = torch.where(column < vocab_size, e, 0.0)
         total = e.sum(-1, keepdim=True)  # (N, 1)
-        share = counts / counts.sum()
+        share = counts / counts.sum().clamp(min=1)
         ctx.save_for_backward(x, narrow, ids, e.to(BF16), total, share)
         return (total.log() * share).sum()
 

@@ -9,8 +9,10 @@ from torch import nn
 
 from nanogpt_tpu.config import BatchPlan, TrainConfig
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.model import GPT
 from nanogpt_tpu.optim import make_optimizer, set_step
 from nanogpt_tpu.runtime import Runtime
+from nanogpt_tpu.spmd import LocalGradients
 
 
 class TrainStep:
@@ -33,12 +35,23 @@ class TrainStep:
         self.model = runtime.prepare(model)
         self.optimizer = make_optimizer(self.model, config)
         self._prepared_optimizer = runtime.prepare_optimizer(self.optimizer)
+        self._local = self._local_gradients()
         for param in self.model.parameters():
-            if runtime.is_xla:  # so that the first micro step adds like all the others
-                param.grad = torch.zeros_like(param)
+            if runtime.is_xla and self._local is None:
+                param.grad = torch.zeros_like(param)  # so that the first micro step adds, too
         self._loss_sum, self.bad_step = runtime.zero(), runtime.zero()
         self.loss = self.grad_norm = self.bad_step
         runtime.cut(wait=True)
+
+    def _local_gradients(self) -> LocalGradients | None:
+        """For our own model on a mesh; drawn on each chip alone, dropout would be the same on all.
+
+        A model that is not ours may compute across the rows of a batch: it sees all of them.
+        """
+        mesh, model = self._runtime.mesh, self.model
+        if mesh is None or not isinstance(model, GPT) or model.config.dropout > 0:
+            return None
+        return LocalGradients(model, mesh)
 
     def parameter_names(self) -> dict[torch.Tensor, str]:
         """Each parameter's name in the unwrapped model: how optimizer state is stored."""
@@ -60,6 +73,10 @@ class TrainStep:
 
     def _micro_step(self, idx: torch.Tensor, targets: torch.Tensor, is_last: bool) -> None:
         """Add one micro-batch's share to the gradient and to the loss."""
+        if self._local is not None:
+            self._local.add(idx, targets, self._runtime.autocast)
+            self._runtime.cut()
+            return
         with self._runtime.sync_gradients(self.model, is_last):
             with self._runtime.autocast():
                 _, loss = self.model(idx, targets)
@@ -74,12 +91,16 @@ class TrainStep:
     def _update(self, step: int) -> None:
         """Clip the accumulated gradient once, step the optimizer, start the next sum at zero."""
         runtime = self._runtime
+        if self._local is not None:
+            self._loss_sum = self._local.reduce(self._plan.num_micro_steps)
         self.grad_norm = runtime.clip(self.model, self._config.grad_clip)
         self.loss = self._loss_sum.clone()
         bad = ~torch.isfinite(self.loss + self.grad_norm) & (self.bad_step == 0)
         self.bad_step = torch.where(bad, runtime.scalar(step), self.bad_step)
         set_step(self.optimizer, self._config, step, runtime.hyperparameter)
         self._prepared_optimizer.step()
-        self._prepared_optimizer.zero_grad(set_to_none=not runtime.is_xla)
+        self._prepared_optimizer.zero_grad(
+            set_to_none=self._local is not None or not runtime.is_xla
+        )
         self._loss_sum.zero_()
         runtime.cut()

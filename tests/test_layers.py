@@ -10,7 +10,7 @@ import nanogpt_tpu
 PACKAGE = Path(nanogpt_tpu.__file__).parent
 LAYERS = (
     ("errors", "presets"),
-    ("env", "config", "encode", "fused"),
+    ("env", "config", "encode", "fused", "spmd"),
     ("vocabulary", "files", "shardfile", "kernels"),
     ("manifest", "hub", "clean"),
     (

@@ -1,0 +1,105 @@
+"""What each chip computes alone: gradients stay on their chip until the step's end.
+
+Written as for one device, every micro step would all-reduce every gradient. In here a program is
+"manual": it sees its own chip's rows, and nothing crosses chips until `LocalGradients.reduce`.
+
+Letters: n devices.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class LocalGradients:
+    """Sums of a model's gradient and loss over micro steps, one for each device of the mesh."""
+
+    def __init__(self, model: nn.Module, mesh: Any) -> None:
+        self._model, self._mesh, self._num_devices = model, mesh, int(mesh.size())
+        self._params = dict(model.named_parameters())
+        self._sums: dict[str, torch.Tensor] = {}  # (n, *shape) fp32, the first dimension split
+        self._loss = self._zeros(())
+        self._clear()
+
+    def add(
+        self,
+        idx: torch.Tensor,
+        targets: torch.Tensor,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Add the gradient and loss of a batch (rows, T), rows split over the devices."""
+        local = {name: self._enter(tensor) for name, tensor in self._model.named_buffers()}
+        for name, param in self._params.items():
+            local[name] = self._enter(param.detach()).requires_grad_(param.requires_grad)
+        step = _ForwardBackward(self._model, autocast)
+        weights = {f"model.{name}": tensor for name, tensor in local.items()}
+        batch = (self._enter(idx, "data"), self._enter(targets, "data"))
+        loss = torch.func.functional_call(step, weights, batch)
+        self._loss += self._leave(loss)
+        for name, total in self._sums.items():
+            grad = local[name].grad
+            assert grad is not None, f"{name} takes no part in the loss"
+            total += self._leave(grad)
+        self._keep_split()
+
+    def reduce(self, num_micro_steps: int) -> torch.Tensor:
+        """Give each parameter its mean gradient: the one all-reduce. Returns the mean loss."""
+        count = num_micro_steps * self._num_devices
+        for name, total in self._sums.items():
+            self._params[name].grad = total.sum(0) / count
+        loss = self._loss.sum() / count
+        self._clear()
+        return loss
+
+    def _clear(self) -> None:
+        self._loss = self._zeros(())
+        for name, param in self._params.items():
+            if param.requires_grad:
+                self._sums[name] = self._zeros(param.shape)
+        self._keep_split()
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        device = next(iter(self._params.values())).device
+        return torch.zeros(self._num_devices, *shape, device=device)
+
+    def _keep_split(self) -> None:
+        """XLA: state it each time, or the compiler may gather the sums on every chip."""
+        from torch_xla.distributed import spmd
+
+        for total in (self._loss, *self._sums.values()):
+            spmd.mark_sharding(total, self._mesh, ("data", *[None] * (total.dim() - 1)))
+
+    def _enter(self, tensor: torch.Tensor, first: str | None = None) -> torch.Tensor:
+        """Each device's own part: all of it, or its rows if the first dimension is "data"."""
+        from torch_xla.distributed import spmd
+
+        spec = (first, *[None] * (tensor.dim() - 1)) if tensor.dim() else ()
+        return spmd.enable_manual_sharding(tensor.clone(), spec, mesh=self._mesh).global_tensor
+
+    def _leave(self, part: torch.Tensor) -> torch.Tensor:
+        """All devices' parts beside each other: (n, *shape), the first dimension split."""
+        from torch_xla.distributed import spmd
+
+        spec, shape = ("data", *[None] * part.dim()), (self._num_devices, *part.shape)
+        part = part.unsqueeze(0)
+        return spmd.disable_manual_sharding(part, spec, shape, mesh=self._mesh).global_tensor
+
+
+class _ForwardBackward(nn.Module):
+    """Both passes in one forward, so that recomputed blocks see the same weights."""
+
+    def __init__(
+        self, model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__()
+        self.model, self._autocast = model, autocast
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            _, loss = self.model(idx, targets)
+        loss = loss.float()
+        loss.backward()
+        return loss.detach()
