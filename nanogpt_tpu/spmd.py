@@ -74,10 +74,13 @@ class LocalGradients:
 
     def _enter(self, tensor: torch.Tensor, first: str | None = None) -> torch.Tensor:
         """Each device's own part: all of it, or its rows if the first dimension is "data"."""
+        import torch_xla
         from torch_xla.distributed import spmd
 
         spec = (first, *[None] * (tensor.dim() - 1)) if tensor.dim() else ()
-        return spmd.enable_manual_sharding(tensor.clone(), spec, mesh=self._mesh).global_tensor
+        # XLA: not enable_manual_sharding, which would lay a tensor out anew before its use.
+        whole = spmd.annotate_custom_sharding(tensor.clone(), self._mesh, spec).global_tensor
+        return torch_xla._XLAC._spmd_full_to_shard_shape(whole)
 
     def _leave(self, part: torch.Tensor) -> torch.Tensor:
         """All devices' parts beside each other: (n, *shape), the first dimension split."""
