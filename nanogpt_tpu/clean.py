@@ -115,6 +115,8 @@ def _script_pattern(script: str | None) -> tuple[Any, Any] | None:
     import regex
 
     try:
+        if not re.fullmatch(r"\w+", script):
+            raise regex.error("no name")
         return regex.compile(rf"\p{{Script={script}}}"), regex.compile(r"\p{L}")
     except regex.error as error:
         raise UserError(f"script {script!r} is not known: Han, Latin, Cyrillic...") from error

@@ -145,6 +145,13 @@ def _read_jsonl(path: Path, name: str, place: int, note: Note) -> Records:
 
 def _field_of(path: Path) -> str:
     """The field of a JSON file's text, from its first lines; "text" if they hold no text."""
+    records = peek(path)
+    values = (value for record in records for value in record.values())
+    return guess_field(records, str(path)) if any(isinstance(v, str) for v in values) else "text"
+
+
+def peek(path: Path) -> list[dict[str, Any]]:
+    """The objects in a JSON file's first lines."""
     records = []
     with _open(path) as file:
         for line in itertools.islice(file, _PEEKED_RECORDS):
@@ -152,9 +159,7 @@ def _field_of(path: Path) -> str:
                 records.append(json.loads(line))
             except (ValueError, RecursionError):
                 continue  # blank, or bad: the reading itself tells where and why
-    records = [record for record in records if isinstance(record, dict)]
-    values = (value for record in records for value in record.values())
-    return guess_field(records, str(path)) if any(isinstance(v, str) for v in values) else "text"
+    return [record for record in records if isinstance(record, dict)]
 
 
 def _read_parquet(path: Path, text_field: str | None, place: int) -> Records:

@@ -7,6 +7,7 @@ shares, "A:0.8 B:0.2", are one mixture.
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from nanogpt_tpu.vocabulary import GPT2
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
+_PART = re.compile(r"(\S.*?):(\d+\.?\d*|\.\d+)(?=\s|$)\s*")  # of a mixture; names may hold spaces
 
 
 @dataclass(frozen=True)
@@ -127,17 +129,17 @@ def parse_data(data: DataPath) -> list[tuple[str, float]]:
         UserError: a share is missing or no positive number, or a folder is named twice.
     """
     text = os.fspath(data)
-    words = [word.rpartition(":") for word in text.split()]
-    if Path(text).exists() or not any(_is_number(weight) for _, _, weight in words):
+    found = _PART.findall(text)
+    if Path(text).exists() or not found:
         return [(text, 1.0)]
-    shares = {folder: float(weight) for folder, _, weight in words if _is_number(weight)}
-    if len(shares) < len(words) or not all(0 < share < 1e9 for share in shares.values()):
-        raise UserError(f"data {text!r}: a mixture is DIR:SHARE DIR:SHARE..., each share above 0")
+    shares = {folder: float(share) for folder, share in found}
+    is_whole = not _PART.sub("", text).strip() and len(shares) == len(found)
+    if not is_whole or not all(0 < share < 1e9 for share in shares.values()):
+        raise UserError(
+            f"data {text!r}: a mixture is DIR:SHARE DIR:SHARE..., each share above 0 and each "
+            "folder once"
+        )
     return [(folder, share / sum(shares.values())) for folder, share in shares.items()]
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal()
 
 
 def folder_of(data: DataPath) -> Path:
@@ -186,7 +188,10 @@ def _of_others(data: DataPath) -> Manifest:
     }
     if not any(splits.values()):
         what = f"no shards ({MANIFEST})" if folder.is_dir() else "no such folder"
-        raise UserError(f"data {os.fspath(data)!r}: {what}; make it with: nanogpt-tpu prepare")
+        fix = "make it with: nanogpt-tpu prepare"
+        if (folder / "train.bin").is_file():
+            fix = f"nanoGPT's headerless train.bin is read as {HEADERLESS}{folder}"
+        raise UserError(f"data {os.fspath(data)!r}: {what}; {fix}")
     return Manifest(dict(GPT2), splits, 0, {}, f"shards of others in {folder.name}")
 
 

@@ -58,8 +58,8 @@ def _link(path: Path, link: Path) -> None:
         link.symlink_to(path)
 
 
-def download_ready(count: int, out: str | os.PathLike[str]) -> Manifest:
-    """The first `count` of the public FineWeb 10B shards of GPT-2 tokens, verified.
+def download_ready(number: str, out: str | os.PathLike[str]) -> Manifest:
+    """The first `number` of the public FineWeb 10B shards of GPT-2 tokens, verified.
 
     100M tokens each, and one for validation. What is whole already is not fetched again.
 
@@ -68,8 +68,9 @@ def download_ready(count: int, out: str | os.PathLike[str]) -> Manifest:
         PausedError: the hub stayed out of reach.
     """
     target = Path(out)
+    count = int(number) if number.isdecimal() else 0
     if not 1 <= count <= _MAX_READY:
-        raise UserError(f"{READY}:{count}: there are 1 to {_MAX_READY} shards of 100M tokens")
+        raise UserError(f"{READY}:{number}: there are 1 to {_MAX_READY} shards of 100M tokens")
     wanted = {"val": [0], "train": list(range(1, count + 1))}
     if (target / MANIFEST).is_file():
         manifest = Manifest.load(target)
@@ -80,10 +81,10 @@ def download_ready(count: int, out: str | os.PathLike[str]) -> Manifest:
     tokenizer = load_tokenizer("gpt2")
     num_documents = 0
     splits: dict[str, list[ShardInfo]] = {}
-    for split, numbers in wanted.items():
+    for split, indices in wanted.items():
         splits[split] = []
-        for number in numbers:
-            name = f"fineweb_{split}_{number:06d}.bin"
+        for index in indices:
+            name = f"fineweb_{split}_{index:06d}.bin"
             path, sha256 = hub.fetch(hub.READY_REPO, name, target)
             found = hash_file(path)
             if sha256 not in (None, found):

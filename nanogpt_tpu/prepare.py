@@ -88,20 +88,25 @@ def prepare(
         PausedError: disk full or hub out of reach; the same call goes on later.
     """
     given = dict(locals())
+    sources = list(source) if isinstance(source, list | tuple) else [source]
     workers = (os.cpu_count() or 1) if workers is None else workers
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers is {workers!r}: it must be a whole number above 0")
-    if isinstance(source, list | tuple) and len(source) == 1:
-        source = source[0]
-    is_one = isinstance(source, str | os.PathLike | Iterator) or callable(source)
-    origins = tuple(map(_origin, [source] if is_one else source))  # type: ignore[arg-type]
-    if isinstance(source, str) and source.partition(":")[0] == READY:
-        count = source.partition(":")[2] or "8"
-        return download_ready(int(count) if count.isdecimal() else 0, out)
-    reader = Reader(origins, text_field, _parse_part(part))
+    _check_names(out=out, tokenizer=tokenizer)
+    parsed = _parse_part(part)
+    if train_tokenizer is not None and part is not None:
+        raise UserError(
+            f"train_tokenizer {train_tokenizer} with part {part}: each part would get other ids; "
+            "train once (prepare a sample without part), then give every part that folder's "
+            f"{FILE_NAME} as tokenizer"
+        )
+    origins = tuple(map(_origin, sources))
+    if len(origins) == 1 and str(origins[0]).partition(":")[0] == READY:
+        return download_ready(str(origins[0]).partition(":")[2] or "8", out)
+    reader = Reader(origins, text_field, parsed)
     if train_tokenizer is not None:
         given["tokenizer"] = None
-        if any(isinstance(one, Iterator) for one in ([source] if is_one else source)):  # type: ignore[union-attr]
+        if any(isinstance(one, Iterator) for one in sources):
             raise UserError("an iterator gives its texts once, a tokenizer must be trained first: "
                             "give a function that returns an iterator")  # fmt: skip
     else:
@@ -114,15 +119,27 @@ def prepare(
     return staging.existing() or _Job(staging, reader, settings, workers).make(tokenizer)
 
 
+def _check_names(**names: Any) -> None:
+    """Refuse what names no file or folder; "" would be the current folder."""
+    for name, value in names.items():
+        if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+            raise UserError(f"{name} is {value!r}: it must be a name or a path")
+
+
 def _tokenizer_file(tokenizer: str | os.PathLike[str]) -> Path:
     path = Path(tokenizer)
+    if path.is_dir() and not (path / FILE_NAME).is_file():
+        raise UserError(f"no tokenizer at {path / FILE_NAME}: give gpt2, bytes or a {FILE_NAME}")
     return path / FILE_NAME if path.is_dir() else path
 
 
 def _origin(source: Any) -> str | Callable[[], Iterable[str]]:
     if isinstance(source, Iterator):
         return lambda: source
-    return source if callable(source) else os.fspath(source)
+    if callable(source):
+        return source
+    _check_names(source=source)
+    return os.fspath(source)
 
 
 def _parse_part(part: str | None) -> tuple[int, int]:
@@ -216,12 +233,13 @@ class _Job:
     def _write(self, tokenizer: Tokenizer) -> Manifest:
         """Encode every document and write both splits into the staging folder."""
         encoder, settings, journal = tokenizer.encoder, self._settings, self._staging.journal
+        limit = settings.token_limit(np.dtype(encoder.dtype).itemsize, tokenizer.num_bytes)
         writer = Writer(
             self._staging.folder, settings.val_tokens, settings.shard_tokens, encoder.dtype,
             encoder.eot_id, journal["writer"],
         )  # fmt: skip
         try:
-            self._fill(writer, encoder, journal)
+            self._fill(writer, encoder, journal, limit)
             writer.close()
         finally:
             writer.abandon()
@@ -234,9 +252,10 @@ class _Job:
             settings=asdict(settings),
         )
 
-    def _fill(self, writer: Writer, encoder: Encoder, journal: dict[str, Any]) -> None:
+    def _fill(
+        self, writer: Writer, encoder: Encoder, journal: dict[str, Any], limit: int | None
+    ) -> None:
         """Send all ids that are left into the writer; the journal learns of them."""
-        limit = self._settings.token_limit(np.dtype(encoder.dtype).itemsize)
         batches, reader = self._batches(journal["reader"]), self._reader
         with (
             tqdm(desc="tokens", unit="tok", unit_scale=True, disable=None) as progress,
@@ -262,6 +281,7 @@ class _Job:
             skipped = ", ".join(f"{n} {why}" for why, n in reader.num_skipped.items())
             raise UserError(
                 f"source {journal['call']['source']!r} has no text: {skipped or 'no document'}"
+                f"{reader.known_fields()}"
             )
         if journal["num_tokens"] != limit:
             journal["reader"] = reader.state()  # with what was skipped after the last document

@@ -89,7 +89,10 @@ def read_shard(path: Path, data: DataPath = "") -> np.ndarray:
     header = np.fromfile(path, dtype=np.int32, count=HEADER_INT32)
     magic, version, num_tokens = (int(value) for value in header[:3])
     if magic not in FORMATS or FORMATS[magic][0] != version:
-        raise UserError(f"{path} is no token shard: magic {magic}, version {version}")
+        raise UserError(
+            f"{path} is no token shard: magic {magic}, version {version}; if it is nanoGPT's, of "
+            f"uint16 without a header, name its folder as {HEADERLESS}{path.parent}"
+        )
     dtype = np.dtype(FORMATS[magic][1])
     wanted_bytes = HEADER_BYTES + num_tokens * dtype.itemsize
     if size_bytes != wanted_bytes:

@@ -199,6 +199,8 @@ class ShardLoader:
         """The batch of `step`: inputs and targets, which are the inputs shifted by one."""
         import torch  # here, so that prepare and inspect start without it
 
+        if step < 0:
+            raise UserError(f"step is {step}: it counts from 0")
         tokens = np.empty((self.sequences_per_step, self.seq_len + 1), dtype=np.int64)
         corpus_of, windows = self._windows(step)
         for k, corpus in enumerate(self._corpora):

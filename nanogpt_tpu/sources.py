@@ -22,7 +22,7 @@ from typing import Any
 
 from nanogpt_tpu import hub
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.files import PACKED, SUFFIXES, Continuation, Skip, kind_of, read_file
+from nanogpt_tpu.files import PACKED, SUFFIXES, Continuation, Skip, kind_of, peek, read_file
 
 BUILT_IN = ("demo", "poems")
 _SKIPPED_LIBRARY_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
@@ -80,6 +80,14 @@ class Reader:
         """Fingerprint of the files: sha256 over the sizes and 64 pieces of each."""
         files = (path for path in self._files if isinstance(path, Path))
         return sha256(b"".join(map(fingerprint, files))).hexdigest()
+
+    def known_fields(self) -> str:
+        """What the first JSON file's first records hold, for an error about a missing field."""
+        for path in self._files:
+            if isinstance(path, Path) and kind_of(path) == ".jsonl":
+                names = sorted({name for record in peek(path) for name in record})
+                return f"; {path} has the fields {', '.join(names)}: name one with --text-field"
+        return ""
 
     @property
     def warnings(self) -> list[str]:
@@ -207,7 +215,10 @@ def _read_python(origin: Documents, place: dict[str, int]) -> Iterator[tuple[Any
         UserError: they are not.
     """
     crc = 0
-    for count, text in enumerate(origin(), start=1):
+    texts = origin()
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise UserError(f"a source function returned {texts!r}: it must return strings to iterate")
+    for count, text in enumerate(texts, start=1):
         crc = zlib.crc32(str(text).encode("utf-8", "surrogatepass"), crc)
         if count == place["count"] and crc != place["crc"]:
             raise UserError(

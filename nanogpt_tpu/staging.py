@@ -51,19 +51,31 @@ class Settings:
         between(self, 1, 2**31 - 1, "shard_tokens")  # its header counts in int32
         if self.max_output_bytes is not None:
             between(self, 2**20, 2**50, "max_output_bytes")
+        if self.text_field == "":
+            raise UserError("text_field is '': name a field or column, or leave it out")
 
     @property
     def cleaning(self) -> Cleaning:
         """The part of the settings that is about cleaning."""
         return Cleaning(**{name: getattr(self, name) for name in Cleaning.__dataclass_fields__})
 
-    def token_limit(self, itemsize: int) -> int | None:
-        """The most tokens of `itemsize` bytes that may be written; None: no limit."""
+    def token_limit(self, itemsize: int, tokenizer_bytes: int) -> int | None:
+        """The most tokens of `itemsize` bytes that may be written; None: no limit.
+
+        Raises:
+            UserError: there is no room for any beside tokenizer.json and the manifest.
+        """
         if self.max_output_bytes is None:
             return self.max_tokens
-        num_bytes = self.max_output_bytes - 2**19  # manifest and headers are under half a MiB here
+        beside = tokenizer_bytes + 2**19  # manifest and headers are under half a MiB here
+        num_bytes = self.max_output_bytes - beside
         num_bytes -= num_bytes // (self.shard_tokens * itemsize + HEADER_BYTES) * HEADER_BYTES
-        limit = max(1, num_bytes // itemsize)
+        limit = num_bytes // itemsize
+        if limit < 1:
+            raise UserError(
+                f"max_output_bytes is {self.max_output_bytes}: {FILE_NAME} and the manifest take "
+                f"up to {beside} of them; allow more"
+            )
         return limit if self.max_tokens is None else min(limit, self.max_tokens)
 
 
@@ -107,7 +119,7 @@ class Staging:
         above = (self.target, *self.target.absolute().parents)
         home = next(path for path in above if path.exists())
         free_bytes = shutil.disk_usage(home).free
-        limit = self._settings.token_limit(2)
+        limit = self._settings.token_limit(2, 0)
         least_bytes = (
             self._settings.source_bytes // (1 if self._settings.tokenizer == "bytes" else 6) * 2
         )

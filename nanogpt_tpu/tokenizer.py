@@ -104,6 +104,11 @@ class Tokenizer:
         lengths = [len(self.token_bytes(token)) for token in range(self.vocab_size)]
         return np.array(lengths, dtype=np.int64)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of its tokenizer.json."""
+        return len(self._core.to_str().encode())
+
     def describe(self) -> dict[str, Any]:
         """The tokenizer's entry in a manifest or a checkpoint; `sha256` is its identity."""
         return {

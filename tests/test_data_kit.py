@@ -208,11 +208,12 @@ def test_parts_and_merge(tmp_path):
             prepare("demo", tmp_path / "x", "bytes", part=wrong)
 
 
-def test_output_is_kept_below_its_limit(tmp_path):
-    (tmp_path / "a.txt").write_text("word " * 1_000_000, "utf-8")
-    prepare(tmp_path / "a.txt", tmp_path / "data", "bytes", max_output_bytes=2**21)
+@pytest.mark.parametrize(("tokenizer", "limit"), [("bytes", 2**21), ("gpt2", 2**23)])
+def test_output_is_kept_below_its_limit(tmp_path, gpt2_files, tokenizer, limit):
+    (tmp_path / "a.txt").write_text("a word " * 2_000_000, "utf-8")
+    prepare(tmp_path / "a.txt", tmp_path / "data", tokenizer, max_output_bytes=limit)
     size = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
-    assert 0.7 * 2**21 < size <= 2**21
+    assert 0.7 * limit < size <= limit
 
 
 def test_a_disk_too_small_is_told_before(tmp_path, monkeypatch):
@@ -322,7 +323,11 @@ def test_a_mixture_keeps_its_shares_and_is_a_function_of_seed_and_step(tmp_path)
     first, second = Manifest.load(data), Manifest.load(f"{low}:2 {high}:2")
     assert first.identity != second.identity
     assert first.num_tokens("train") == 801 * 2 + 401
-    for wrong in (f"{low}:1 {high}", f"{low}:0 {high}:1"):
+    (tmp_path / "with a space").mkdir()
+    spaced = shards_of(tmp_path / "with a space" / "b", np.arange(10_000, 10_401))
+    beside = ShardLoader(f"{low}:3 {spaced}:1", "train", 8, 10, 5)
+    assert (beside(7)[0] == loader(7)[0]).all()
+    for wrong in (f"{low}:1 {high}", f"{low}:0 {high}:1", f"{low}:1 {low}:2"):
         with pytest.raises(UserError, match="a mixture is"):
             Manifest.load(wrong)
     prepare("poems", tmp_path / "own", "bytes")
@@ -368,7 +373,10 @@ def test_formats_of_others(tmp_path, gpt2_files):
             "no end-of-text id in any shard: the model cannot learn where texts end"
         ]
     assert batches[0] == batches[1] == batches[2]
-    with pytest.raises(UserError, match="no shards"):
+    with pytest.raises(UserError, match=r"no shards .*headerless train.bin is read as nanogpt:"):
+        Manifest.load(folders["nanogpt"])
+    (folders["nanogpt"] / "train.bin").rename(folders["nanogpt"] / "train_000000.bin")
+    with pytest.raises(UserError, match=r"no token shard: magic .*as nanogpt:"):
         Manifest.load(folders["nanogpt"])
     np.save(folders["npy"] / "edufineweb_train_000001.npy", np.zeros((2, 2)))
     with pytest.raises(UserError, match="float64 of shape"):

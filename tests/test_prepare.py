@@ -204,14 +204,55 @@ def test_any_locale_gives_the_same_bytes(run_python, tmp_path):
         ({"train_tokenizer": 50}, ["vocabulary of 50", "257"]),
         ({"val_tokens": 1e5}, ["val_tokens is 100000.0", "a whole number"]),
         ({"tokenizer": "missing.json"}, ["missing.json", "give gpt2, bytes"]),
-        ({"text_field": "lyrics"}, ["has no text", "2 no 'lyrics'"]),
+        ({"text_field": "lyrics"}, ["has no text", "2 no 'lyrics'", "has the fields text"]),
+        ({"text_field": ""}, ["text_field is ''"]),
+        ({"script": ""}, ["script ''"]),
+        ({"tokenizer": True}, ["tokenizer is True"]),
+        ({"tokenizer": ""}, ["tokenizer is ''"]),
+        ({"max_output_bytes": 2**20, "tokenizer": "gpt2"}, ["max_output_bytes", "tokenizer.json"]),
+        ({"train_tokenizer": 300, "part": "1/2"}, ["part 1/2", "train once"]),
     ],
 )
-def test_wrong_settings(tmp_path, options, parts):
+def test_wrong_settings(tmp_path, gpt2_files, options, parts):
     with pytest.raises(UserError) as caught:
         make(tmp_path, ["hello", "bye"], **options)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (5, "source is 5"),
+        ([5], "source is 5"),
+        ("", "source is ''"),
+        (["demo", ""], "source is ''"),
+        ([], "no source"),
+        (lambda: 5, "returned 5"),
+        (lambda: "text", "returned 'text'"),
+        ("fineweb-shards:0", "fineweb-shards:0"),
+        ("fineweb-shards:-1", "fineweb-shards:-1"),
+        ("fineweb-shards:x", "fineweb-shards:x"),
+    ],
+)
+def test_what_is_no_source(tmp_path, source, what):
+    assert what in refusal(source, tmp_path / "data", "bytes")
+    assert not (tmp_path / "data").exists()
+
+
+def test_no_folder_to_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "out is ''" in refusal("poems", "", "bytes")
+    assert "out is None" in refusal("poems", None, "bytes")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_folder_without_one_is_not_gpt2(tmp_path):
+    make(tmp_path, ["hello"])
+    for name in ("tokenizer.json", "manifest.json"):
+        (tmp_path / "data" / name).unlink()
+    message = refusal("poems", tmp_path / "new", tmp_path / "data")
+    assert "no tokenizer at" in message and str(tmp_path / "data") in message
 
 
 @pytest.mark.parametrize("options", [{"tokenizer": "bytes"}, {"train_tokenizer": 300}])

@@ -177,6 +177,11 @@ def test_find_data(tmp_path, monkeypatch):
 # Batches
 
 
+def test_a_step_below_0(tmp_path):
+    with pytest.raises(UserError, match="step is -1"):
+        load(make_shards(tmp_path, 40))(-1)
+
+
 @pytest.mark.parametrize("n", [1, 2, 8])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_targets_are_the_inputs_shifted_by_one(tmp_path, n, shuffle):
