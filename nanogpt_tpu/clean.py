@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_tpu.errors import UserError, one_of, positive, well_typed
-from nanogpt_tpu.files import Continuation
+from nanogpt_tpu.files import Piece
 
 MIN_SCRIPT_SHARE = 0.5
 NEAR = 0.8  # estimated Jaccard similarity from which two texts are near duplicates
@@ -51,22 +51,13 @@ class Cleaning:
         return self.drop_duplicates is not None
 
     def clean(self, texts: Iterator[str], num_dropped: Counter[str]) -> Iterator[str]:
-        """The documents that stay, cleaned; the others counted by reason.
-
-        The later pieces of a text too long to be held are cleaned, but stay as their first does.
-        """
+        """The documents that stay, cleaned, each held whole; the others counted by reason."""
         if self == Cleaning():
             yield from texts
             return
         letters = _script_pattern(self.script)
         is_seen = {"exact": _exact, "near": _near}.get(self.drop_duplicates or "", _nothing)()
-        is_kept = True
-        for whole in texts:
-            text = self._rewritten(whole)
-            if isinstance(whole, Continuation):
-                if is_kept:
-                    yield Continuation(text)
-                continue
+        for text in map(self._rewritten, _whole(texts)):
             reason = None
             if not text.strip():
                 reason = "empty after cleaning"
@@ -76,7 +67,6 @@ class Cleaning:
                 reason = f"not in {self.script}"
             elif is_seen(text):
                 reason = f"{self.drop_duplicates} duplicate"
-            is_kept = reason is None
             if reason is None:
                 yield text
             else:
@@ -94,6 +84,16 @@ class Cleaning:
         if self.collapse_blank:
             text = _SPACES.sub(" ", _BLANK_RUN.sub("\n\n", text))
         return text
+
+
+def _whole(texts: Iterator[str]) -> Iterator[str]:
+    """Documents whose pieces, if there are several, are joined."""
+    pieces: list[str] = []
+    for text in texts:
+        pieces.append(text)
+        if not isinstance(text, Piece) or text.ends:
+            yield "".join(pieces)
+            pieces = []
 
 
 def _needed(cleaning: Cleaning) -> None:

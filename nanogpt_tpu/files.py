@@ -1,7 +1,7 @@
 """The records of one file: text, JSON lines or parquet, plain, gzip or zstd.
 
 Each generator gives (number, text) from the record after `place` on; a record without text is a
-`Skip` that says why. Text of more than BLOCK_BYTES comes in pieces, the later ones marked.
+`Skip` that says why. Text of more than BLOCK_BYTES comes as several `Piece`s.
 """
 
 import codecs
@@ -27,10 +27,18 @@ Note = Callable[[Path, int, str], None]
 """Told of damaged text: the file, how many pieces became U+FFFD, and where the first stood."""
 
 
-class Continuation(str):
-    """The next piece of a text that is too long to be held whole."""
+class Piece(str):
+    """A part of a document that is too long to be held whole; `begins` and `ends` say which."""
 
-    __slots__ = ()
+    begins: bool
+    ends: bool
+
+    @classmethod
+    def of(cls, text: str, begins: bool, ends: bool) -> "Piece":
+        """A piece that begins or ends its document, both or neither."""
+        piece = cls(text)
+        piece.begins, piece.ends = begins, ends
+        return piece
 
 
 class Skip(str):
@@ -96,8 +104,30 @@ def _open(path: Path) -> Any:
 
 
 def _read_text(path: Path, place: int, note: Note) -> Records:
-    """A file as one document, in pieces when it is long."""
-    number, start, data, carry, is_last = 0, 0, b"", "", False
+    """A file as one document, in pieces when it is long; blanks before the text wait for it."""
+    number, held = 0, []
+    for text, is_last in _blocks(path, note):
+        held.append(text)
+        if number == 0 and not has_text(text):
+            if is_last and place == 0:
+                yield 1, ""
+            continue
+        for part in held:
+            number += 1
+            if number > place:
+                yield number, Piece.of(part, number == 1, is_last and part is text)
+        held = []
+
+
+def has_text(text: str) -> bool:
+    """Whether there is more than blanks."""
+    text = text.removeprefix("\ufeff")
+    return text != "" and not text.isspace()
+
+
+def _blocks(path: Path, note: Note) -> Iterator[tuple[str, bool]]:
+    """The text of a file in pieces that may be encoded one by one, and whether it is the last."""
+    start, data, carry, is_last = 0, b"", "", False
     with _open(path) as file:
         while not is_last:
             block = file.read(BLOCK_BYTES)
@@ -106,10 +136,8 @@ def _read_text(path: Path, place: int, note: Note) -> Records:
             carry += _decode(data[:end], path, start, note)
             data, start = data[end:], start + end
             cut = len(carry) if is_last else cut_point(carry, len(carry) - 1)
-            piece, carry = carry[:cut], carry[cut:]
-            number += 1
-            if number > place and (piece or number == 1):
-                yield number, Continuation(piece) if number > 1 else piece
+            yield carry[:cut], is_last
+            carry = carry[cut:]
 
 
 def _character_end(data: bytes) -> int:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from nanogpt_tpu.encode import Encoder, Pool
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.files import Continuation
+from nanogpt_tpu.files import Piece
 from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import READY, download_ready
 from nanogpt_tpu.sources import Reader, fingerprint
@@ -216,7 +216,7 @@ class _Job:
         texts: list[str] = []
         num_chars = 0
         for text in self._texts(state):
-            if isinstance(text, Continuation):
+            if isinstance(text, Piece) and not text.begins:
                 if texts:
                     yield texts, False, None  # the reader is past them already
                 yield [text], True, self._reader.state()

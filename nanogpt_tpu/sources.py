@@ -22,7 +22,7 @@ from typing import Any
 
 from nanogpt_tpu import hub
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.files import PACKED, SUFFIXES, Continuation, Skip, kind_of, peek, read_file
+from nanogpt_tpu.files import PACKED, SUFFIXES, Piece, Skip, has_text, kind_of, peek, read_file
 
 BUILT_IN = ("demo", "poems")
 _SKIPPED_LIBRARY_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
@@ -146,7 +146,7 @@ class Reader:
             self._at = number, after
             if every > 1 and (_count(place) + nth - 1) % every != index:
                 continue
-            if isinstance(text, Continuation) or (_has_text(text) and not isinstance(text, Skip)):
+            if isinstance(text, Piece) or (has_text(text) and not isinstance(text, Skip)):
                 self.num_read += 1
                 yield text
             else:
@@ -176,11 +176,6 @@ class Reader:
 
 def _count(place: Any) -> int:
     return place["count"] if isinstance(place, dict) else place or 0
-
-
-def _has_text(text: str) -> bool:
-    text = text.removeprefix("\ufeff")
-    return text != "" and not text.isspace()
 
 
 def _suffixes() -> str:

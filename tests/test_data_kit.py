@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import make_documents
 
-from nanogpt_tpu import staging
+from nanogpt_tpu import files, staging
 from nanogpt_tpu.clean import Cleaning
 from nanogpt_tpu.encode import PIECE_CHARS, Pool, cut
 from nanogpt_tpu.errors import PausedError, UserError
@@ -142,12 +142,49 @@ def test_a_long_text_is_read_in_pieces_that_give_the_same_ids(tmp_path, monkeypa
     text = " ".join(make_documents(400))
     (tmp_path / "a.txt").write_bytes(text.encode().replace(b"\n", b"\r\n"))
     prepare(tmp_path / "a.txt", tmp_path / "whole", train_tokenizer=400, workers=1)
-    from nanogpt_tpu import files
-
     monkeypatch.setattr(files, "BLOCK_BYTES", 5000)
     prepare(tmp_path / "a.txt", tmp_path / "pieces", train_tokenizer=400, workers=2)
     assert stream(tmp_path / "pieces") == stream(tmp_path / "whole")
     assert Manifest.load(tmp_path / "pieces").num_documents == 1
+
+
+def test_long_texts_are_cleaned_as_a_whole(tmp_path, monkeypatch):
+    """Both begin alike and are read in pieces; a copy of one is a duplicate."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", 5000)
+    begin = " ".join(make_documents(40))
+    texts = [begin + " one end", begin + " another end", begin + " one end", "short", "short"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, "utf-8")
+    manifest = prepare(tmp_path, tmp_path / "data", "bytes", drop_duplicates="exact", workers=1)
+    assert manifest.num_skipped == {"exact duplicate": 2}
+    expected = [[256, *text.encode()] for text in (*texts[:2], "short")]
+    assert stream(tmp_path / "data") == [token for ids in expected for token in ids]
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_a_text_behind_many_blanks_is_a_document_of_its_own(tmp_path, monkeypatch, stop):
+    monkeypatch.setattr(files, "BLOCK_BYTES", 100)
+    texts = [
+        "one",
+        "\n" * 250 + "two " + " " * 250 + "two",
+        " " * 350,
+        "\ufeff" + " " * 350,
+        "four",
+    ]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, "utf-8")
+    reader = Reader((str(tmp_path),))
+    pieces = list(reader)
+    assert "".join(pieces) == texts[0] + texts[1] + texts[4]
+    assert sum(getattr(piece, "begins", True) for piece in pieces) == 3
+    assert sum(getattr(piece, "ends", True) for piece in pieces) == 3
+    assert reader.num_skipped == {"empty": 2}
+    first, second = Reader((str(tmp_path),)), Reader((str(tmp_path),))
+    got = list(islice(first.read_from(None), stop))
+    assert got + list(second.read_from(first.state())) == pieces
+    prepare(tmp_path, tmp_path / "data", "bytes")
+    expected = [[256, *text.encode()] for text in (texts[0], texts[1], texts[4])]
+    assert stream(tmp_path / "data") == [token for ids in expected for token in ids]
 
 
 @pytest.mark.parametrize("char", [" ", "\n", "a", "好", "\r\n"])
