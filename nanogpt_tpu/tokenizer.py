@@ -12,6 +12,7 @@ and for prompts alike.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,9 @@ BYTES_SHA256 = "0d68d2ff8b82dd53fb546b9a33d21ff292cb3260488e2a967612da1751aa2185
 MIN_VOCAB_SIZE = 257  # 256 bytes and end-of-text: below that some text could not be encoded
 MAX_VOCAB_SIZE = 2**20
 
+
+# Training takes time with the square of a word's length: longer ones are cut, here only.
+_LONG_RUN = re.compile(r"(\S{2000}|\s{2000})")
 
 _SPLITTING = {
     "type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True
@@ -198,7 +202,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         for text in texts:
             if text.strip():
                 seen = True
-                yield clean_text(text)
+                yield from filter(None, _LONG_RUN.split(clean_text(text)))
 
     core = _empty_core(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
