@@ -52,7 +52,7 @@ class Cleaning:
 
     def clean(self, texts: Iterator[str], num_dropped: Counter[str]) -> Iterator[str]:
         """The documents that stay, cleaned, each held whole; the others counted by reason."""
-        if self == Cleaning():
+        if all(getattr(self, name) == f.default for name, f in _FIELDS.items()):
             yield from texts
             return
         letters = _script_pattern(self.script)
@@ -84,6 +84,9 @@ class Cleaning:
         if self.collapse_blank:
             text = _SPACES.sub(" ", _BLANK_RUN.sub("\n\n", text))
         return text
+
+
+_FIELDS = Cleaning.__dataclass_fields__
 
 
 def _whole(texts: Iterator[str]) -> Iterator[str]:

@@ -9,12 +9,12 @@ quarter slower.
 import os
 import pickle
 import re
-import struct
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -23,11 +23,12 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
+from nanogpt_tpu.errors import UserError
+
 EOT_TEXT = "<|endoftext|>"
 PIECE_CHARS = 2**18
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CUT = re.compile(r"(?<=\S)[ \n]")
-_LENGTH = struct.Struct("<q")
 _PIPE_BYTES = 2**20
 T = TypeVar("T")
 
@@ -108,21 +109,8 @@ class Encoder:
 
 
 def _send(pipe: BinaryIO, message: object) -> None:
-    content = pickle.dumps(message, protocol=5)
-    pipe.write(_LENGTH.pack(len(content)) + content)
+    pickle.dump(message, pipe, protocol=5)
     pipe.flush()
-
-
-def _receive(pipe: BinaryIO) -> Any:
-    """The next message.
-
-    Raises:
-        EOFError: the other side is gone.
-    """
-    length = pipe.read(_LENGTH.size)
-    if len(length) < _LENGTH.size:
-        raise EOFError
-    return pickle.loads(pipe.read(_LENGTH.unpack(length)[0]))  # only ever from our own process
 
 
 class _Worker:
@@ -142,21 +130,32 @@ class _Worker:
         assert self._process.stdin and self._process.stdout
         self._to: BinaryIO = self._process.stdin  # type: ignore[assignment]
         self._from: BinaryIO = self._process.stdout  # type: ignore[assignment]
-        _send(self._to, encoder)
+        self._encoder: Encoder | None = encoder
 
     def encode(self, texts: list[str], continues: bool) -> np.ndarray:
-        """As `Encoder.__call__`, in the worker."""
+        """As `Encoder.__call__`, in the worker.
+
+        Raises:
+            UserError: the worker has died.
+        """
         try:
+            if self._encoder:
+                _send(self._to, self._encoder)
+                self._encoder = None
             _send(self._to, (texts, continues))
-            return _receive(self._from)
-        except (EOFError, BrokenPipeError) as error:
+            return pickle.load(self._from)  # only ever from our own process
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
             code = self._process.wait()
-            raise RuntimeError(f"an encoding worker ended with code {code}") from error
+            why = " (killed, as when memory runs out)" if code == -9 else ""
+            raise UserError(
+                f"an encoding worker ended with code {code}{why}: start again with fewer --workers"
+            ) from error
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._to.close()
+        with suppress(BrokenPipeError):  # half a message may wait in it
+            self._to.close()
         self._from.close()
 
 
@@ -164,9 +163,9 @@ def serve() -> None:
     """What a worker does: receive texts, send ids, until its parent closes the pipe."""
     to, from_ = sys.stdout.buffer, sys.stdin.buffer
     try:
-        encoder = _receive(from_)
+        encoder = pickle.load(from_)
         while True:
-            _send(to, encoder(*_receive(from_)))
+            _send(to, encoder(*pickle.load(from_)))
     except (EOFError, BrokenPipeError):
         return
 

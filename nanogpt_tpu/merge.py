@@ -11,9 +11,9 @@ import numpy as np
 
 from nanogpt_tpu import hub
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.manifest import MANIFEST, Manifest, mix
+from nanogpt_tpu.manifest import MANIFEST, Manifest, folder_of, mix
 from nanogpt_tpu.shardfile import ShardInfo, hash_file, read_shard, shard_name
-from nanogpt_tpu.tokenizer import load_tokenizer
+from nanogpt_tpu.tokenizer import load_tokenizer, verify
 
 READY = "fineweb-shards"
 _MAX_READY = 103
@@ -34,8 +34,9 @@ def merge(data: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
     hashes = [s.sha256 for shards in mixed.splits.values() for s in shards if s.sha256]
     if len(parts) < len(data) or len(set(hashes)) < len(hashes):
         raise UserError(f"{' '.join(map(str, data))}: folders share shards: name each part once")
-    for shard in (shard for shards in mixed.splits.values() for shard in shards):
-        read_shard(Path(shard.file))  # all are whole before the first is linked
+    tokenizers = [verify(folder_of(folder), part) for folder, part in parts.items()]
+    if foreign := [s.file for shards in mixed.splits.values() for s in shards if ".npy" in s.file]:
+        raise UserError(f"{foreign[0]} has no header as ours: prepare its text instead")
     target.mkdir(parents=True, exist_ok=True)
     splits: dict[str, list[ShardInfo]] = {split: [] for split in mixed.splits}
     for split, shards in mixed.splits.items():
@@ -43,7 +44,7 @@ def merge(data: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
             name = shard_name(split, number)
             _link(Path(shard.file).resolve(), target / name)
             splits[split].append(replace(shard, file=name))
-    load_tokenizer(data[0]).save(target)
+    tokenizers[0].save(target)
     source = " + ".join(dict.fromkeys(part.source for part in parts.values()))
     settings = {"merged": [part.settings for part in parts.values()]}
     merged = replace(mixed, splits=splits, source=source, settings=settings)
@@ -75,6 +76,7 @@ def download_ready(number: str, out: str | os.PathLike[str]) -> Manifest:
     if (target / MANIFEST).is_file():
         manifest = Manifest.load(target)
         if manifest.source == f"{READY}:{count}":
+            verify(target, manifest)
             print(f"{target} already holds this data: nothing to do", file=sys.stderr)
             return manifest
         raise UserError(f"{target} holds {manifest.source}: choose another --out")

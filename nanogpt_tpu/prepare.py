@@ -27,7 +27,7 @@ from nanogpt_tpu.files import Piece
 from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import READY, download_ready
 from nanogpt_tpu.sources import Reader, fingerprint
-from nanogpt_tpu.staging import Settings, Staging
+from nanogpt_tpu.staging import Settings, Staging, locked
 from nanogpt_tpu.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from nanogpt_tpu.tokenizer import train_tokenizer as learn_tokenizer
 from nanogpt_tpu.writer import Writer
@@ -87,7 +87,7 @@ def prepare(
         UserError: missing, empty or undecodable source; bad sizes; folder not writable or taken.
         PausedError: disk full or hub out of reach; the same call goes on later.
     """
-    given = dict(locals())
+    given: dict[str, Any] = {**locals(), "tokenizer_sample": None}
     sources = list(source) if isinstance(source, list | tuple) else [source]
     workers = (os.cpu_count() or 1) if workers is None else workers
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
@@ -113,10 +113,11 @@ def prepare(
         given["tokenizer"] = _as_text(tokenizer)
     given["source_bytes"], given["source_sample"] = reader.num_bytes, reader.sample
     if given["tokenizer"] and (file := _tokenizer_file(tokenizer)).is_file():
-        given["source_sample"] += fingerprint(file).hex()
+        given["tokenizer_sample"] = fingerprint(file).hex()
     settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
     staging = Staging(Path(out), " ".join(map(_as_text, origins)), settings)
-    return staging.existing() or _Job(staging, reader, settings, workers).make(tokenizer)
+    with locked(Path(out)):
+        return staging.existing() or _Job(staging, reader, settings, workers).make(tokenizer)
 
 
 def _check_names(**names: Any) -> None:
@@ -201,15 +202,11 @@ class _Job:
 
     def _texts(self, state: State) -> Iterator[str]:
         """Cleaned documents after `state`; what remembers documents sees the earlier ones again."""
-        reader, cleaning = self._reader, self._settings.cleaning
-        is_replayed = state is not None and cleaning.remembers
-        texts = reader.read_from(None if is_replayed else state)
-        texts = cleaning.clean(texts, reader.num_skipped)
-        if state is not None and is_replayed:
-            for _ in texts:
-                if reader.num_read == state["num_read"]:
-                    break
-        return texts
+        reader, settings = self._reader, self._settings
+        if state and settings.remembers:
+            return reader.skip(settings.clean(iter(reader), reader.num_skipped), state)
+        texts = reader.read_from(state, self._staging.is_mended)
+        return settings.clean(texts, reader.num_skipped)
 
     def _batches(self, state: State) -> Iterator[tuple[list[str], bool, Any]]:
         """(texts, whether they go on with a document, the reader's state after them)."""
@@ -261,21 +258,26 @@ class _Job:
             tqdm(desc="tokens", unit="tok", unit_scale=True, disable=None) as progress,
             Pool(encoder, self._workers) as pool,
         ):
-            progress.update(journal["num_tokens"])
+            num_tokens, num_documents = journal["num_tokens"], journal["num_documents"]
+            progress.update(num_tokens)
             for ids, state in pool.encode(batches):
                 if limit is not None:
-                    ids = ids[: limit - journal["num_tokens"]]
+                    ids = ids[: limit - num_tokens]
                 writer.add(ids)
-                journal["num_documents"] += int(np.count_nonzero(ids == encoder.eot_id))
-                journal["num_tokens"] += ids.size
+                num_documents += int(np.count_nonzero(ids == encoder.eot_id))
+                num_tokens += ids.size
                 progress.update(ids.size)
-                if state is not None:
-                    journal["reader"] = state
-                    if writer.is_due:
-                        journal["writer"] = writer.state()
+                if state is not None or num_tokens == limit:
+                    is_due = writer.is_due  # state() takes it for saved
+                    journal.update(  # what came before is known to be the same now
+                        call=self._staging.call,
+                        num_tokens=num_tokens, num_documents=num_documents,
+                        reader=state or journal["reader"], writer=writer.state(),
+                    )  # fmt: skip
+                    if is_due:
                         self._staging.save()
                         self._staging.check_disk()
-                if journal["num_tokens"] == limit:
+                if num_tokens == limit:
                     break
         if journal["num_documents"] == 0:
             skipped = ", ".join(f"{n} {why}" for why, n in reader.num_skipped.items())

@@ -23,7 +23,7 @@ FORMATS: dict[int, tuple[int, type[np.unsignedinteger]]] = {
 }
 HEADERLESS = "nanogpt:"
 DataPath = str | os.PathLike[str]
-_AGAIN = "copy it again, or delete its folder and prepare the data again"
+AGAIN = "copy it again, or delete its folder and prepare the data again"
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,23 @@ class ShardInfo:
     file: str
     num_tokens: int
     sha256: str
+
+
+def verify_shard(path: Path, shard: ShardInfo, data: DataPath = "") -> None:
+    """Compare a shard's length and every byte with what the manifest says.
+
+    Raises:
+        UserError: it is missing, or differs.
+    """
+    tokens = read_shard(path, data)
+    if tokens.size != shard.num_tokens:
+        raise UserError(
+            f"{path} holds {tokens.size} tokens, the manifest says {shard.num_tokens}: {AGAIN}"
+        )
+    if shard.sha256 and hash_file(path) != shard.sha256:
+        raise UserError(
+            f"{path} differs from its sha256 in the manifest, its bytes were changed: {AGAIN}"
+        )
 
 
 def is_headerless(data: DataPath) -> bool:
@@ -78,14 +95,14 @@ def read_shard(path: Path, data: DataPath = "") -> np.ndarray:
         UserError: missing, foreign or shortened file; the numbers are given.
     """
     if not path.is_file():
-        raise UserError(f"shard {path} is missing: {_AGAIN}")
+        raise UserError(f"shard {path} is missing: {AGAIN}")
     size_bytes = path.stat().st_size
     if is_headerless(data):
         return _map(path, np.dtype(np.uint16), 0, size_bytes // 2)
     if path.suffix == ".npy":
         return _read_npy(path)
     if size_bytes < HEADER_BYTES:
-        raise UserError(f"shard {path} holds {size_bytes} bytes, less than its header: {_AGAIN}")
+        raise UserError(f"shard {path} holds {size_bytes} bytes, less than its header: {AGAIN}")
     header = np.fromfile(path, dtype=np.int32, count=HEADER_INT32)
     magic, version, num_tokens = (int(value) for value in header[:3])
     if magic not in FORMATS or FORMATS[magic][0] != version:
@@ -97,7 +114,7 @@ def read_shard(path: Path, data: DataPath = "") -> np.ndarray:
     wanted_bytes = HEADER_BYTES + num_tokens * dtype.itemsize
     if size_bytes != wanted_bytes:
         raise UserError(
-            f"shard {path} holds {size_bytes} bytes, its header promises {wanted_bytes}: {_AGAIN}"
+            f"shard {path} holds {size_bytes} bytes, its header promises {wanted_bytes}: {AGAIN}"
         )
     return _map(path, dtype, HEADER_BYTES, num_tokens)
 

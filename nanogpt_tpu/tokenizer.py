@@ -23,7 +23,8 @@ import tokenizers
 
 from nanogpt_tpu.encode import EOT_TEXT, Encoder, clean_text
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.manifest import folder_of, is_of_others
+from nanogpt_tpu.manifest import Manifest, folder_of, is_of_others
+from nanogpt_tpu.shardfile import AGAIN, verify_shard
 from nanogpt_tpu.vocabulary import (
     BYTE_OF_CHAR,
     CHAR_OF_BYTE,
@@ -158,6 +159,37 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(f"{path} is {error}: make one with prepare --train-tokenizer") from error
     except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
         raise UserError(f"{path} is not a readable tokenizer.json ({error})") from error
+
+
+def tokenizer_of(data: str | os.PathLike[str], manifest: Manifest) -> Tokenizer:
+    """The tokenizer of a data folder or a mixture, sure to be the one that made its shards.
+
+    Raises:
+        UserError: it is missing, damaged or another one.
+    """
+    try:
+        tokenizer = load_tokenizer(data)
+    except UserError as error:
+        raise UserError(f"{error}; or {AGAIN}") from error
+    found, then = tokenizer.describe(), manifest.tokenizer
+    if differing := [key for key in ("sha256", "vocab_size", "eot_id") if found[key] != then[key]]:
+        raise UserError(
+            f"{folder_of(data) / FILE_NAME} is not the tokenizer that made these shards: "
+            f"{', '.join(differing)} differ from the manifest; {AGAIN}"
+        )
+    return tokenizer
+
+
+def verify(folder: Path, manifest: Manifest) -> Tokenizer:
+    """Compare every file of one data folder with its manifest; its tokenizer.
+
+    Raises:
+        UserError: one is missing or was changed.
+    """
+    for shards in manifest.splits.values():
+        for shard in shards:
+            verify_shard(folder / shard.file, shard)
+    return tokenizer_of(folder, manifest)
 
 
 def _make_ordinary(content: dict[str, Any]) -> None:

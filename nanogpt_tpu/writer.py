@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.errors import StaleError
 from nanogpt_tpu.shardfile import HEADER_BYTES, ShardInfo, hash_file, header_of, shard_name
 
 _HEAD = "head"
@@ -35,7 +35,7 @@ class Writer:
         """Begin, or go on from the `state()` of a writer with the same settings.
 
         Raises:
-            UserError: what the state tells of is not what lies in the folder.
+            StaleError: what the state tells of is not what lies in the folder.
         """
         state = state or {"open": _HEAD, "num_tokens": 0, "sha256": None, "train": [], "val": []}
         self._folder, self._dtype, self._eot_id = folder, np.dtype(dtype), eot_id
@@ -46,8 +46,15 @@ class Writer:
         self._num_added = 0
         self._committed = 0, self._num_shards
         self._open(state["open"], state["num_tokens"])
-        if state["sha256"] not in (None, self._digest.hexdigest()):
-            raise UserError(f"{folder} was damaged since it was left: delete it to begin again")
+        whole = [shard for shards in self.shards.values() for shard in shards]
+        if state["sha256"] not in (None, self._digest.hexdigest()) or any(
+            not (folder / s.file).is_file() or hash_file(folder / s.file) != s.sha256 for s in whole
+        ):
+            self.abandon()
+            raise StaleError(
+                f"unfinished work in {folder} was damaged since it was left, it is dropped: start "
+                "the same command again"
+            )
 
     def _open(self, name: str, num_tokens: int = 0) -> None:
         """Open the part file of a split's next shard or of the head, cut to its first tokens."""

@@ -112,7 +112,7 @@ def test_other_documents_than_before_are_refused():
     next(texts := reader.read_from(None))
     next(texts)
     other = Reader((lambda: iter(["a", "x", "c"]),))
-    with pytest.raises(UserError, match="are not those that were prepared before"):
+    with pytest.raises(UserError, match="the source was changed before"):
         list(other.read_from(reader.state()))
 
 
