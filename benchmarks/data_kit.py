@@ -166,7 +166,8 @@ def loader(data: Path, out: Path) -> None:
     """Rows of the loader, on one core, from page cache."""
     import torch
 
-    from nanogpt_tpu.shards import ShardLoader, read_shard, write_shard
+    from nanogpt_tpu.shardfile import read_shard, write_shard
+    from nanogpt_tpu.shards import ShardLoader
 
     torch.set_num_threads(1)
     load, (path, *_) = ShardLoader(data, "train", 1024, 512, 1), sorted(data.glob("train_*.bin"))

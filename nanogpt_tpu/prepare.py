@@ -26,11 +26,11 @@ from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.files import Piece
 from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import READY, download_ready
+from nanogpt_tpu.shardfile import Writer
 from nanogpt_tpu.sources import Reader, fingerprint
 from nanogpt_tpu.staging import Settings, Staging, locked
 from nanogpt_tpu.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from nanogpt_tpu.tokenizer import train_tokenizer as learn_tokenizer
-from nanogpt_tpu.writer import Writer
 
 BATCH_CHARS, BATCH_DOCUMENTS = 400_000, 4096
 LEARN_CHARS = 500_000_000  # of a larger corpus, every n-th document trains the tokenizer

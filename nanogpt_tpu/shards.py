@@ -11,25 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanogpt_tpu.errors import UserError, one_of
-from nanogpt_tpu.manifest import MANIFEST, SPLITS, Manifest, find_data, list_shards, parse_data
-from nanogpt_tpu.shardfile import (
-    HEADER_BYTES,
-    HEADER_INT32,
-    DataPath,
-    ShardInfo,
-    hash_file,
-    read_shard,
-    shard_name,
-    write_shard,
-)
+from nanogpt_tpu.manifest import Manifest, list_shards, parse_data
+from nanogpt_tpu.shardfile import DataPath, read_shard
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "HEADER_BYTES", "HEADER_INT32", "MANIFEST", "SPLITS", "Manifest", "ShardInfo", "ShardLoader",
-    "find_data", "hash_file", "list_shards", "permute", "read_shard", "shard_name", "write_shard",
-]  # fmt: skip
 PACKINGS = ("continuous", "aligned")
 _STEPS_AHEAD = 32
 CYCLE = 1000  # a mixture's shares are kept exactly in every so many sequences

@@ -17,9 +17,11 @@ from nanogpt_tpu.clean import Cleaning
 from nanogpt_tpu.encode import PIECE_CHARS, Pool, cut
 from nanogpt_tpu.errors import PausedError, UserError
 from nanogpt_tpu.inspection import inspect
+from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import merge
 from nanogpt_tpu.prepare import prepare
-from nanogpt_tpu.shards import Manifest, ShardLoader, read_shard, write_shard
+from nanogpt_tpu.shardfile import read_shard, write_shard
+from nanogpt_tpu.shards import ShardLoader
 from nanogpt_tpu.sources import Reader
 from nanogpt_tpu.tokenizer import EOT_TEXT, load_tokenizer, train_tokenizer
 

@@ -11,7 +11,8 @@ import pytest
 from conftest import REPO, make_documents
 from hub_server import HubServer
 
-from nanogpt_tpu.shards import Manifest, read_shard, write_shard
+from nanogpt_tpu.manifest import Manifest
+from nanogpt_tpu.shardfile import read_shard, write_shard
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("datasets")

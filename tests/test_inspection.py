@@ -9,7 +9,8 @@ import pytest
 
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.inspection import inspect
-from nanogpt_tpu.shards import HEADER_BYTES, Manifest, hash_file, read_shard
+from nanogpt_tpu.manifest import Manifest
+from nanogpt_tpu.shardfile import HEADER_BYTES, hash_file, read_shard
 from nanogpt_tpu.tokenizer import train_tokenizer
 
 

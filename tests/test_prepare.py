@@ -14,9 +14,10 @@ from nanogpt_tpu import encode
 from nanogpt_tpu.cli import main
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.inspection import inspect
+from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import merge
 from nanogpt_tpu.prepare import prepare
-from nanogpt_tpu.shards import Manifest, read_shard
+from nanogpt_tpu.shardfile import read_shard
 from nanogpt_tpu.tokenizer import EOT_TEXT, load_tokenizer, train_tokenizer
 
 EOT = 256  # of the bytes tokenizer
