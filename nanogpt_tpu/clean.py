@@ -139,9 +139,8 @@ def _exact() -> Any:
 
     def is_seen(text: str) -> bool:
         content = text.strip().encode("utf-8", "surrogatepass")
-        key = hashlib.blake2b(content, digest_size=12).digest()
         num_before = len(seen)
-        seen.add(key)
+        seen.add(hashlib.blake2b(content, digest_size=12).digest())
         return len(seen) == num_before
 
     return is_seen

@@ -226,11 +226,7 @@ def _column(file: Any, text_field: str | None, path: Path) -> str:
 
 
 def _decode(data: bytes, path: Path, start: int, note: Note) -> str:
-    """UTF-8 text of the bytes at `start` in a file; a few bad ones become U+FFFD.
-
-    Raises:
-        UserError: more than one character in ten is bad: this is no UTF-8.
-    """
+    """UTF-8 text of the bytes at `start` in a file; a few bad ones become U+FFFD."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -15,7 +15,14 @@ from typing import Any
 
 from nanogpt_tpu import env
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.shardfile import HEADERLESS, DataPath, ShardInfo, is_headerless, read_shard
+from nanogpt_tpu.shardfile import (
+    HEADERLESS,
+    DataPath,
+    ShardInfo,
+    is_headerless,
+    read_shard,
+    write_text,
+)
 from nanogpt_tpu.vocabulary import GPT2
 
 MANIFEST = "manifest.json"
@@ -83,10 +90,9 @@ class Manifest:
                 raise TypeError(f"{text!r} is no text")
 
     def save(self, folder: Path) -> None:
-        """Write manifest.json by rename, so that a half-written one is never seen."""
-        partial = folder / f"{MANIFEST}.tmp"
-        partial.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False), "utf-8")
-        partial.replace(folder / MANIFEST)
+        """Write manifest.json."""
+        content = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+        write_text(folder / MANIFEST, content)
 
     @staticmethod
     def load(data: DataPath) -> "Manifest":
@@ -176,11 +182,7 @@ def mix(parts: dict[str, Manifest], shares: dict[str, float]) -> Manifest:
 
 
 def _of_others(data: DataPath) -> Manifest:
-    """A manifest for shards that came without one, of GPT-2's tokens; their bytes are not hashed.
-
-    Raises:
-        UserError: there are none.
-    """
+    """A manifest for shards without one: of GPT-2's tokens, their bytes not hashed."""
     folder = folder_of(data)
     splits = {
         split: [ShardInfo(p.name, read_shard(p, data).size, "") for p in _named(data, split)]
@@ -233,11 +235,8 @@ def list_shards(data: DataPath, split: str) -> list[Path]:
     Raises:
         UserError: none there.
     """
-    folder = folder_of(data)
-    if (folder / MANIFEST).is_file():
-        files = [folder / shard.file for shard in Manifest.load(folder).splits.get(split, [])]
-    else:
-        files = _named(data, split)
+    shards = Manifest.load(data).splits.get(split, [])
+    files = [folder_of(data) / shard.file for shard in shards]
     if not files:
         raise UserError(
             f"data {os.fspath(data)!r}: no {split} shards; make them with: nanogpt-tpu prepare"

@@ -87,7 +87,7 @@ def prepare(
         UserError: missing, empty or undecodable source; bad sizes; folder not writable or taken.
         PausedError: disk full or hub out of reach; the same call goes on later.
     """
-    given: dict[str, Any] = {**locals(), "tokenizer_sample": None}
+    given: dict[str, Any] = locals()
     sources = list(source) if isinstance(source, list | tuple) else [source]
     workers = (os.cpu_count() or 1) if workers is None else workers
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
@@ -104,16 +104,16 @@ def prepare(
     if len(origins) == 1 and str(origins[0]).partition(":")[0] == READY:
         return download_ready(str(origins[0]).partition(":")[2] or "8", out)
     reader = Reader(origins, text_field, parsed)
-    if train_tokenizer is not None:
-        given["tokenizer"] = None
-        if any(isinstance(one, Iterator) for one in sources):
-            raise UserError("an iterator gives its texts once, a tokenizer must be trained first: "
-                            "give a function that returns an iterator")  # fmt: skip
-    else:
-        given["tokenizer"] = _as_text(tokenizer)
-    given["source_bytes"], given["source_sample"] = reader.num_bytes, reader.sample
-    if given["tokenizer"] and (file := _tokenizer_file(tokenizer)).is_file():
-        given["tokenizer_sample"] = fingerprint(file).hex()
+    if train_tokenizer is not None and any(isinstance(one, Iterator) for one in sources):
+        raise UserError("an iterator gives its texts once, a tokenizer must be trained first: "
+                        "give a function that returns an iterator")  # fmt: skip
+    file = _tokenizer_file(tokenizer) if train_tokenizer is None else Path()
+    given |= {
+        "tokenizer": _as_text(tokenizer) if train_tokenizer is None else None,
+        "tokenizer_sample": fingerprint(file).hex() if file.is_file() else None,
+        "source_bytes": reader.num_bytes,
+        "source_sample": reader.sample,
+    }
     settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
     staging = Staging(Path(out), " ".join(map(_as_text, origins)), settings)
     with locked(Path(out)):
@@ -170,9 +170,7 @@ class _Job:
         """Do the work, or what is left of it."""
         self._staging.check_space()
         with self._staging.opened():
-            chosen = self._choose(tokenizer)
-            manifest = self._write(chosen)
-            chosen.save(self._staging.folder)
+            manifest = self._write(self._choose(tokenizer))
             manifest.save(self._staging.folder)
             self._staging.publish()
         for line in self._reader.warnings:
@@ -182,13 +180,11 @@ class _Job:
     def _choose(self, tokenizer: PathLike) -> Tokenizer:
         """The tokenizer: named, or trained now or by an earlier call."""
         size, folder = self._settings.train_tokenizer, self._staging.folder
-        if size is None:
-            return load_tokenizer(tokenizer)
-        if (folder / FILE_NAME).exists():
+        if size is not None and (folder / FILE_NAME).exists():
             return load_tokenizer(folder)
-        learned = learn_tokenizer(self._sample(), size)
-        learned.save(folder)
-        return learned
+        chosen = learn_tokenizer(self._sample(), size) if size else load_tokenizer(tokenizer)
+        chosen.save(folder)
+        return chosen
 
     def _sample(self) -> Iterator[str]:
         """Documents to learn a vocabulary from: all, or every n-th of a large corpus."""
@@ -213,16 +209,14 @@ class _Job:
         texts: list[str] = []
         num_chars = 0
         for text in self._texts(state):
-            if isinstance(text, Piece) and not text.begins:
-                if texts:
-                    yield texts, False, None  # the reader is past them already
-                yield [text], True, self._reader.state()
-                texts, num_chars = [], 0
-                continue
+            goes_on = isinstance(text, Piece) and not text.begins
+            if goes_on and texts:
+                yield texts, False, None  # the reader is past them already
+                texts = []
             texts.append(text)
             num_chars += len(text)
-            if num_chars >= BATCH_CHARS or len(texts) == BATCH_DOCUMENTS:
-                yield texts, False, self._reader.state()
+            if goes_on or num_chars >= BATCH_CHARS or len(texts) == BATCH_DOCUMENTS:
+                yield texts, goes_on, self._reader.state()
                 texts, num_chars = [], 0
         if texts:
             yield texts, False, self._reader.state()
@@ -230,7 +224,8 @@ class _Job:
     def _write(self, tokenizer: Tokenizer) -> Manifest:
         """Encode every document and write both splits into the staging folder."""
         encoder, settings, journal = tokenizer.encoder, self._settings, self._staging.journal
-        limit = settings.token_limit(np.dtype(encoder.dtype).itemsize, tokenizer.num_bytes)
+        file = self._staging.folder / FILE_NAME
+        limit = settings.token_limit(np.dtype(encoder.dtype).itemsize, file.stat().st_size)
         writer = Writer(
             self._staging.folder, settings.val_tokens, settings.shard_tokens, encoder.dtype,
             encoder.eot_id, journal["writer"],

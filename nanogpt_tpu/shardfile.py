@@ -140,6 +140,13 @@ def _read_npy(path: Path) -> np.ndarray:
     return tokens
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file by rename, so that a half-written one is never seen."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
+
+
 def hash_file(path: Path) -> str:
     """sha256 of a file, in hex."""
     with path.open("rb") as file:

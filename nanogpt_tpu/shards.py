@@ -27,12 +27,13 @@ class _Corpus:
 
     def __init__(self, data: str, split: str, seq_len: int, packing: str) -> None:
         self.files = list_shards(data, split)
-        self._seq_len, self.vocab_size = seq_len, Manifest.load(data).tokenizer["vocab_size"]
+        tokenizer = Manifest.load(data).tokenizer
+        self._seq_len, self.vocab_size = seq_len, tokenizer["vocab_size"]
         self.shards = [read_shard(path, data) for path in self.files]
         windows = [max(0, shard.size - 1) // seq_len for shard in self.shards]
         self._starts: list[np.ndarray] | None = None  # of every window, where they are not regular
         if packing == "aligned":
-            eot_id = Manifest.load(data).tokenizer["eot_id"]
+            eot_id = tokenizer["eot_id"]
             self._starts = [_aligned_starts(shard, seq_len, eot_id) for shard in self.shards]
             windows = [len(starts) for starts in self._starts]
         self._ends = np.cumsum(windows)  # shard k holds windows [ends[k-1], ends[k])

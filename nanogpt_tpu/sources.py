@@ -27,13 +27,8 @@ from nanogpt_tpu.files import PACKED, SUFFIXES, Piece, Skip, has_text, kind_of, 
 BUILT_IN = ("demo", "poems")
 _SKIPPED_LIBRARY_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
 _START: dict[str, Any] = {
-    "file": 0,
-    "place": None,
-    "num_read": 0,
-    "crc": 0,
-    "skipped": {},
-    "mended": {},
-}
+    "file": 0, "place": None, "num_read": 0, "crc": 0, "skipped": {}, "mended": {}
+}  # fmt: skip
 Documents = Callable[[], Iterable[str]]
 Origin = str | Path | Documents
 
@@ -156,10 +151,8 @@ class Reader:
             try:
                 yield from self._read(number, place)
             except OSError as error:
-                reason = error.strerror or " ".join(str(error).split())
-                raise UserError(
-                    f"source {self._files[number]} cannot be read ({reason})"
-                ) from error
+                reason, name = error.strerror or " ".join(str(error).split()), self._files[number]
+                raise UserError(f"source {name} cannot be read ({reason})") from error
             place = None
         self._at = len(self._files), None
 

@@ -17,7 +17,7 @@ from typing import Any
 from nanogpt_tpu.clean import Cleaning
 from nanogpt_tpu.errors import PausedError, StaleError, UserError, between, positive
 from nanogpt_tpu.manifest import MANIFEST, Manifest
-from nanogpt_tpu.shardfile import HEADER_BYTES
+from nanogpt_tpu.shardfile import HEADER_BYTES, write_text
 from nanogpt_tpu.tokenizer import FILE_NAME, verify
 
 MIN_FREE_BYTES = 64 * 2**20
@@ -100,11 +100,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> int:
-    """A lock that ends with this process, however it ends; closing the handle gives it up.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
+    """A lock that ends with this process, however it ends; closing the handle gives it up."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -165,17 +161,14 @@ class Staging:
 
     def check_space(self) -> None:
         """Refuse a corpus that will surely not fit; the size of packed ones is not known."""
-        above = (self.target, *self.target.absolute().parents)
-        home = next(path for path in above if path.exists())
-        free_bytes = shutil.disk_usage(home).free
+        free_bytes = shutil.disk_usage(self.target).free
         limit = self._settings.token_limit(2, 0)
-        least_bytes = (
-            self._settings.source_bytes // (1 if self._settings.tokenizer == "bytes" else 6) * 2
-        )
+        bytes_per_token = 1 if self._settings.tokenizer == "bytes" else 6
+        least_bytes = self._settings.source_bytes // bytes_per_token * 2
         least_bytes = least_bytes if limit is None else min(least_bytes, 2 * limit)
         if free_bytes < least_bytes + MIN_FREE_BYTES and not self.folder.exists():
             raise UserError(
-                f"{home} has {free_bytes / 1e9:.2f} GB free, the shards will take about "
+                f"{self.target} has {free_bytes / 1e9:.2f} GB free, the shards will take about "
                 f"{least_bytes / 1e9:.2f} GB or more: free some, choose another --out, or limit it "
                 "with --max-output-bytes, --max-tokens or --part"
             )
@@ -235,9 +228,7 @@ class Staging:
 
     def save(self) -> None:
         """Write the journal, at once or not at all; what it tells of must lie on disk."""
-        partial = self.folder / f"{_JOURNAL}.tmp"
-        partial.write_text(json.dumps(self.journal), "utf-8")
-        partial.replace(self.folder / _JOURNAL)
+        write_text(self.folder / _JOURNAL, json.dumps(self.journal))
 
     def check_disk(self) -> None:
         """Stop while there is still room to write what is needed to go on.
@@ -256,7 +247,8 @@ class Staging:
     def _has_work(self) -> bool:
         with suppress(OSError, ValueError):
             journal = json.loads((self.folder / _JOURNAL).read_text("utf-8"))
-            return journal["num_tokens"] > 0 or (self.folder / FILE_NAME).exists()
+            is_trained = bool(self._settings.train_tokenizer) and (self.folder / FILE_NAME).exists()
+            return journal["num_tokens"] > 0 or is_trained
         return False
 
     def publish(self) -> None:

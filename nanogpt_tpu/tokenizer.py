@@ -24,7 +24,7 @@ import tokenizers
 from nanogpt_tpu.encode import EOT_TEXT, Encoder, clean_text
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.manifest import Manifest, folder_of, is_of_others
-from nanogpt_tpu.shardfile import AGAIN, verify_shard
+from nanogpt_tpu.shardfile import AGAIN, verify_shard, write_text
 from nanogpt_tpu.vocabulary import (
     BYTE_OF_CHAR,
     CHAR_OF_BYTE,
@@ -109,11 +109,6 @@ class Tokenizer:
         lengths = [len(self.token_bytes(token)) for token in range(self.vocab_size)]
         return np.array(lengths, dtype=np.int64)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of its tokenizer.json."""
-        return len(self._core.to_str().encode())
-
     def describe(self) -> dict[str, Any]:
         """The tokenizer's entry in a manifest or a checkpoint; `sha256` is its identity."""
         return {
@@ -126,11 +121,8 @@ class Tokenizer:
 
     def save(self, folder: Path) -> Path:
         """Write `tokenizer.json` into `folder`."""
-        path = folder / FILE_NAME
-        partial = path.with_suffix(".json.tmp")
-        partial.write_text(self._core.to_str(), encoding="utf-8")
-        partial.replace(path)
-        return path
+        write_text(folder / FILE_NAME, self._core.to_str())
+        return folder / FILE_NAME
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
@@ -193,11 +185,7 @@ def verify(folder: Path, manifest: Manifest) -> Tokenizer:
 
 
 def _make_ordinary(content: dict[str, Any]) -> None:
-    """Turn off what would cut text, add ids to it or find control ids in it.
-
-    Raises:
-        UserError: this is no byte-level BPE as GPT-2's, in which every text round-trips.
-    """
+    """Turn off what would cut text, add ids to it or find control ids in it."""
     model, added = content["model"], content.get("added_tokens") or []
     if "merges" not in model or not BYTE_OF_CHAR.keys() <= model["vocab"].keys():
         raise UserError("no byte-level BPE with all 256 bytes")
