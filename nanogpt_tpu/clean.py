@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from nanogpt_tpu.errors import UserError, one_of, positive, well_typed
@@ -43,7 +44,14 @@ class Cleaning:
         positive(self, "min_chars")
         if self.drop_duplicates is not None:
             one_of("drop_duplicates", self.drop_duplicates, ("exact", "near"))
-        _needed(self)
+        needed = {
+            "selectolax": self.strip_html, "regex": self.script is not None,
+            "datasketch": self.drop_duplicates == "near",
+        }  # fmt: skip
+        for library, is_needed in needed.items():
+            if is_needed and find_spec(library) is None:
+                raise UserError(f"this cleaning needs a library: pip install {library}")
+        _script_pattern(self.script)
 
     @property
     def remembers(self) -> bool:
@@ -97,18 +105,6 @@ def _whole(texts: Iterator[str]) -> Iterator[str]:
         if not isinstance(text, Piece) or text.ends:
             yield "".join(pieces)
             pieces = []
-
-
-def _needed(cleaning: Cleaning) -> None:
-    """Import what the options need, so that a missing library is told before long work starts."""
-    try:
-        if cleaning.strip_html:
-            import selectolax.lexbor  # noqa: F401
-        if cleaning.drop_duplicates == "near":
-            import datasketch  # noqa: F401
-        _script_pattern(cleaning.script)
-    except ImportError as error:
-        raise UserError(f"this cleaning needs a library: pip install {error.name}") from error
 
 
 def _script_pattern(script: str | None) -> tuple[Any, Any] | None:

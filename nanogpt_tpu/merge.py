@@ -31,11 +31,12 @@ def merge(data: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} is not empty: choose another --out")
     mixed = mix(parts, dict.fromkeys(parts, 1 / len(parts)))
-    hashes = [s.sha256 for shards in mixed.splits.values() for s in shards if s.sha256]
+    every = [shard for shards in mixed.splits.values() for shard in shards]
+    hashes = [shard.sha256 for shard in every if shard.sha256]
     if len(parts) < len(data) or len(set(hashes)) < len(hashes):
         raise UserError(f"{' '.join(map(str, data))}: folders share shards: name each part once")
     tokenizers = [verify(folder_of(folder), part) for folder, part in parts.items()]
-    if foreign := [s.file for shards in mixed.splits.values() for s in shards if ".npy" in s.file]:
+    if foreign := [shard.file for shard in every if shard.file.endswith(".npy")]:
         raise UserError(f"{foreign[0]} has no header as ours: prepare its text instead")
     target.mkdir(parents=True, exist_ok=True)
     splits: dict[str, list[ShardInfo]] = {split: [] for split in mixed.splits}

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def prepare(
         )
     origins = tuple(map(_origin, sources))
     if len(origins) == 1 and str(origins[0]).partition(":")[0] == READY:
-        return download_ready(str(origins[0]).partition(":")[2] or "8", out)
+        with locked(Path(out)):
+            return download_ready(str(origins[0]).partition(":")[2] or "8", out)
     reader = Reader(origins, text_field, parsed)
     if train_tokenizer is not None and any(isinstance(one, Iterator) for one in sources):
         raise UserError("an iterator gives its texts once, a tokenizer must be trained first: "
@@ -189,12 +191,11 @@ class _Job:
     def _sample(self) -> Iterator[str]:
         """Documents to learn a vocabulary from: all, or every n-th of a large corpus."""
         stride, num_left = 1 + self._reader.num_bytes // LEARN_CHARS, LEARN_CHARS
-        for number, text in enumerate(self._texts(None)):
+        for text in islice(self._texts(None), 0, None, stride):
             if num_left <= 0:
                 return
-            if number % stride == 0:
-                num_left -= len(text)
-                yield text
+            num_left -= len(text)
+            yield text
 
     def _texts(self, state: State) -> Iterator[str]:
         """Cleaned documents after `state`; what remembers documents sees the earlier ones again."""

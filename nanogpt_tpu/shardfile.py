@@ -72,20 +72,6 @@ def header_of(dtype: Any, num_tokens: int) -> bytes:
     return header.tobytes()
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> ShardInfo:
-    """Write uint16 or uint32 tokens with their header; the name appears when the file is whole."""
-    partial = path.with_suffix(".bin.tmp")
-    digest = hashlib.sha256()
-    with partial.open("wb") as file:
-        for part in (header_of(tokens.dtype, tokens.size), np.ascontiguousarray(tokens).data):
-            digest.update(part)
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    return ShardInfo(path.name, int(tokens.size), digest.hexdigest())
-
-
 def read_shard(path: Path, data: DataPath = "") -> np.ndarray:
     """A shard's tokens, memory-mapped and read-only: uint16 or uint32, (num_tokens,).
 

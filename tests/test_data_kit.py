@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_documents
+from conftest import make_documents, write_shard
 
 from nanogpt_tpu import files, staging
 from nanogpt_tpu.clean import Cleaning
@@ -20,7 +20,7 @@ from nanogpt_tpu.inspection import inspect
 from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import merge
 from nanogpt_tpu.prepare import prepare
-from nanogpt_tpu.shardfile import read_shard, write_shard
+from nanogpt_tpu.shardfile import read_shard
 from nanogpt_tpu.shards import ShardLoader
 from nanogpt_tpu.sources import Reader
 from nanogpt_tpu.tokenizer import EOT_TEXT, load_tokenizer, train_tokenizer
@@ -224,7 +224,7 @@ def test_the_fast_way_gives_the_same_ids(gpt2_files, tmp_path):
 # Parts, limits, disk
 
 
-def test_parts_and_merge(tmp_path):
+def test_parts_and_merge(tmp_path, gpt2_files):
     texts = [f"{n} {text}" for n, text in enumerate(make_documents(90))]
     for number in range(3):
         lines = [json.dumps({"text": text}) for text in texts[number::3]]
@@ -242,6 +242,9 @@ def test_parts_and_merge(tmp_path):
         merge([parts[0], parts[0]], tmp_path / "twice")
     with pytest.raises(UserError, match="is not empty"):
         merge(parts, tmp_path / "all5")
+    np.save(shards_of(tmp_path / "npy") / "a_train_000001.npy", np.arange(99, dtype=np.uint16))
+    with pytest.raises(UserError, match="has no header as ours"):
+        merge([tmp_path / "npy"], tmp_path / "out of npy")
     for wrong in ("0/2", "3/2", "1", "a/b"):
         with pytest.raises(UserError, match="part is"):
             prepare("demo", tmp_path / "x", "bytes", part=wrong)

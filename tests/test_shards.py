@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import write_shard
 
 from nanogpt_tpu.config import BatchPlan
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.manifest import Manifest, find_data, list_shards
-from nanogpt_tpu.shardfile import ShardInfo, hash_file, read_shard, shard_name, write_shard
+from nanogpt_tpu.shardfile import ShardInfo, hash_file, read_shard, shard_name
 from nanogpt_tpu.shards import ShardLoader, permute
 
 B, T = 2, 8
