@@ -83,10 +83,13 @@ class Encoder:
 
         `continues`: the first text goes on with a document begun before, so nothing precedes it.
         """
-        texts = [clean_text(text) for text in texts]
+
+        def is_plain(text: str) -> bool:
+            return self.fast is not None and len(text) <= PIECE_CHARS and EOT_TEXT not in text
+
         parts = []
-        for is_plain, group in groupby(texts, self._is_plain):
-            if is_plain:
+        for may_join, group in groupby(map(clean_text, texts), is_plain):
+            if may_join:
                 joined = EOT_TEXT + EOT_TEXT.join(group)
                 parts.append(self.fast.encode_to_numpy(joined, allowed_special={EOT_TEXT}))
             else:
@@ -95,9 +98,6 @@ class Encoder:
                     parts += map(self.ordinary, cut(text))
         ids = np.concatenate([part.astype(self.dtype) for part in parts])
         return ids[1:] if continues else ids
-
-    def _is_plain(self, text: str) -> bool:
-        return self.fast is not None and len(text) <= PIECE_CHARS and EOT_TEXT not in text
 
     def ordinary(self, text: str) -> np.ndarray:
         """Ids of one clean text, control tokens' names taken for ordinary text."""

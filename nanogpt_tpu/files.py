@@ -30,15 +30,7 @@ Note = Callable[[Path, int, str], None]
 class Piece(str):
     """A part of a document that is too long to be held whole; `begins` and `ends` say which."""
 
-    begins: bool
-    ends: bool
-
-    @classmethod
-    def of(cls, text: str, begins: bool, ends: bool) -> "Piece":
-        """A piece that begins or ends its document, both or neither."""
-        piece = cls(text)
-        piece.begins, piece.ends = begins, ends
-        return piece
+    begins = ends = False
 
 
 class Skip(str):
@@ -114,8 +106,10 @@ def _read_text(path: Path, place: int, note: Note) -> Records:
             continue
         for part in held:
             number += 1
+            piece = Piece(part)
+            piece.begins, piece.ends = number == 1, is_last and part is text
             if number > place:
-                yield number, Piece.of(part, number == 1, is_last and part is text)
+                yield number, piece
         held = []
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_tpu import env
-from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.errors import UserError, between, well_typed
 from nanogpt_tpu.shardfile import (
     HEADERLESS,
     DataPath,
@@ -76,18 +76,16 @@ class Manifest:
         Raises:
             TypeError, KeyError: a value of another kind, or one that is missing.
         """
-        shards = [shard for split in self.splits.values() for shard in split]
+        for shard in (shard for split in self.splits.values() for shard in split):
+            well_typed(shard)
+            between(shard, 0, 2**63, "num_tokens")
         counts = [self.tokenizer["vocab_size"], self.tokenizer["eot_id"], self.num_documents]
-        counts += [shard.num_tokens for shard in shards] + list(self.num_skipped.values())
-        texts = [self.tokenizer["sha256"], self.source, *self.splits]
-        texts += [name for shard in shards for name in (shard.file, shard.sha256 or "")]
-        dict(self.settings)
-        for count in counts:
+        for count in (*counts, *self.num_skipped.values()):
             if not isinstance(count, int) or not 0 <= count < 2**63:
                 raise TypeError(f"{count!r} is no count")
-        for text in texts:
-            if not isinstance(text, str):
-                raise TypeError(f"{text!r} is no text")
+        if not isinstance(self.tokenizer["sha256"], str) or not isinstance(self.source, str):
+            raise TypeError("sha256 or source is no text")
+        dict(self.settings)
 
     def save(self, folder: Path) -> None:
         """Write manifest.json."""
@@ -110,22 +108,19 @@ class Manifest:
             return _of_others(data)
         try:
             values = json.loads(path.read_text("utf-8"))
-            version = values["format_version"]
-            if version != 1:
-                raise UserError(f"{path} has format_version {version!r}, this program reads 1")
-            splits = {
-                split: [ShardInfo(**shard) for shard in shards]
-                for split, shards in values.pop("splits").items()
-            }
-            if missing := {"sha256", "vocab_size", "eot_id"} - values["tokenizer"].keys():
-                raise KeyError(f"tokenizer has no {' and no '.join(sorted(missing))}")
-            manifest = Manifest(splits=splits, **values)
-            manifest.check_types()
-            return manifest
-        except UserError:
-            raise
+            if (version := values["format_version"]) == 1:
+                if missing := {"sha256", "vocab_size", "eot_id"} - values["tokenizer"].keys():
+                    raise KeyError(f"tokenizer has no {' and no '.join(sorted(missing))}")
+                splits = values.pop("splits").items()
+                found = {
+                    split: [ShardInfo(**shard) for shard in shards] for split, shards in splits
+                }
+                manifest = Manifest(splits=found, **values)
+                manifest.check_types()
+                return manifest
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a manifest of ours ({error}); prepare again") from error
+        raise UserError(f"{path} has format_version {version!r}, this program reads 1")
 
 
 def parse_data(data: DataPath) -> list[tuple[str, float]]:

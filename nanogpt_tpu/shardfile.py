@@ -178,7 +178,9 @@ class Writer:
     def _open(self, name: str, num_tokens: int = 0) -> None:
         """Open the part file of a split's next shard or of the head, cut to its first tokens."""
         self._name, self._used = name, num_tokens
-        final = self._folder / (_HEAD if name == _HEAD else shard_name(name, self._count(name)))
+        final = self._folder / (
+            _HEAD if name == _HEAD else shard_name(name, len(self.shards[name]))
+        )
         self._path = final.with_name(final.name + ".tmp")
         if num_tokens and not self._path.exists() and final.exists():
             final.replace(self._path)  # it became whole after the state was taken
@@ -189,13 +191,6 @@ class Writer:
         self._digest = hashlib.sha256(header)
         while block := self._file.read(2**24):
             self._digest.update(block)
-
-    def _count(self, split: str) -> int:
-        return len(self.shards[split])
-
-    def _write(self, content: Any) -> None:
-        self._file.write(content)
-        self._digest.update(content)
 
     @property
     def _num_shards(self) -> int:
@@ -236,7 +231,9 @@ class Writer:
         self._file.close()
 
     def _append(self, tokens: np.ndarray) -> None:
-        self._write(np.ascontiguousarray(tokens).data)
+        content = np.ascontiguousarray(tokens).data
+        self._file.write(content)
+        self._digest.update(content)
         self._used += tokens.size
 
     def _fill(self, split: str, tokens: np.ndarray) -> None:

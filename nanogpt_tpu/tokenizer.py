@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -215,15 +216,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"a vocabulary of {vocab_size} is out of range: from {MIN_VOCAB_SIZE} (256 bytes and "
             f"end-of-text, so that any text can be encoded) to {MAX_VOCAB_SIZE}"
         )
-    seen = False
-
-    def cleaned() -> Iterator[str]:
-        nonlocal seen
-        for text in texts:
-            if text.strip():
-                seen = True
-                yield from filter(None, _LONG_RUN.split(clean_text(text)))
-
+    cleaned = (clean_text(text) for text in texts if text.strip())
+    first = next(cleaned, None)
+    if first is None:
+        raise UserError("no text to train a tokenizer on: the source has only empty documents")
+    words = (filter(None, _LONG_RUN.split(text)) for text in chain([first], cleaned))
     core = _empty_core(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -231,9 +228,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=CHAR_OF_BYTE,
         show_progress=False,
     )
-    core.train_from_iterator(cleaned(), trainer)
-    if not seen:
-        raise UserError("no text to train a tokenizer on: the source has only empty documents")
+    core.train_from_iterator(chain.from_iterable(words), trainer)
     return Tokenizer(core)
 
 

@@ -132,6 +132,12 @@ def test_identity_says_whether_two_folders_hold_the_same_tokens(tmp_path):
             '"num_skipped": {}, "source": ""}',
             "tokenizer has no sha256 and no vocab_size",
         ),
+        (
+            '{"format_version": 1, "tokenizer": {"eot_id": 0, "sha256": "0", "vocab_size": 9}, '
+            '"splits": {"train": [{"file": "a", "num_tokens": "5", "sha256": ""}]}, '
+            '"num_documents": 1, "num_skipped": {}, "source": ""}',
+            "not a manifest of ours (num_tokens is '5'",
+        ),
     ],
 )
 def test_manifests_that_cannot_be_read(tmp_path, content, what):
