@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -170,50 +170,46 @@ def serve() -> None:
         return
 
 
-class Pool:
-    """Workers that encode batches in order; where one is enough, this process does it itself."""
+def encode_all(
+    encoder: Encoder, batches: Iterable[tuple[list[str], bool, T]], num_workers: int
+) -> Generator[tuple[np.ndarray, T], None, None]:
+    """(ids, tag) of each (texts, continues, tag), in order; few batches are held at a time.
 
-    def __init__(self, encoder: Encoder, num_workers: int) -> None:
-        self._encoder, self._num_workers = encoder, num_workers
-        self._workers: list[_Worker] = []
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(num_workers)
+    Where one worker is enough, this process does it itself. Close the iterator: it ends the others.
 
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
-        self._threads.shutdown()
-
-    def encode(
-        self, batches: Iterable[tuple[list[str], bool, T]]
-    ) -> Iterator[tuple[np.ndarray, T]]:
-        """(ids, tag) of each (texts, continues, tag), in order; few batches are held at a time."""
-        batches = iter(batches)
-        first_two = list(islice(batches, 2))
-        batches = chain(first_two, batches)
-        if len(first_two) < 2 or self._num_workers < 2:
-            for texts, continues, tag in batches:
-                yield self._encoder(texts, continues), tag
-            return
-        self._workers = [_Worker(self._encoder) for _ in range(self._num_workers)]
-        for worker in self._workers:
-            self._idle.put(worker)
-        waiting: deque[tuple[Future[np.ndarray], T]] = deque()
+    Raises:
+        UserError: a worker has died.
+    """
+    batches = iter(batches)
+    first_two = list(islice(batches, 2))
+    batches = chain(first_two, batches)
+    if len(first_two) < 2 or num_workers < 2:
         for texts, continues, tag in batches:
-            waiting.append((self._threads.submit(self._one, texts, continues), tag))
-            if len(waiting) > 3 * self._num_workers:
+            yield encoder(texts, continues), tag
+        return
+    workers, idle = [_Worker(encoder) for _ in range(num_workers)], SimpleQueue[_Worker]()
+    for worker in workers:
+        idle.put(worker)
+
+    def encode(texts: list[str], continues: bool) -> np.ndarray:
+        worker = idle.get()
+        try:
+            return worker.encode(texts, continues)
+        finally:
+            idle.put(worker)
+
+    waiting: deque[tuple[Future[np.ndarray], T]] = deque()
+    threads = ThreadPoolExecutor(num_workers)
+    try:
+        for texts, continues, tag in batches:
+            waiting.append((threads.submit(encode, texts, continues), tag))
+            if len(waiting) > 3 * num_workers:
                 future, first = waiting.popleft()
                 yield future.result(), first
         for future, tag in waiting:
             yield future.result(), tag
-
-    def _one(self, texts: list[str], continues: bool) -> np.ndarray:
-        worker = self._idle.get()
-        try:
-            return worker.encode(texts, continues)
-        finally:
-            self._idle.put(worker)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.close()
+        threads.shutdown()

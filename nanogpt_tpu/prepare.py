@@ -14,6 +14,7 @@ writer stood together; the same call goes on there, whatever the number of worke
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanogpt_tpu.encode import Encoder, Pool
+from nanogpt_tpu.encode import Encoder, encode_all
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.files import Piece
 from nanogpt_tpu.manifest import Manifest
@@ -249,14 +250,15 @@ class _Job:
         self, writer: Writer, encoder: Encoder, journal: dict[str, Any], limit: int | None
     ) -> None:
         """Send all ids that are left into the writer; the journal learns of them."""
-        batches, reader = self._batches(journal["reader"]), self._reader
+        reader = self._reader
+        batches = encode_all(encoder, self._batches(journal["reader"]), self._workers)
         with (
             tqdm(desc="tokens", unit="tok", unit_scale=True, disable=None) as progress,
-            Pool(encoder, self._workers) as pool,
+            closing(batches),
         ):
             num_tokens, num_documents = journal["num_tokens"], journal["num_documents"]
             progress.update(num_tokens)
-            for ids, state in pool.encode(batches):
+            for ids, state in batches:
                 if limit is not None:
                     ids = ids[: limit - num_tokens]
                 writer.add(ids)

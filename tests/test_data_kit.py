@@ -14,7 +14,7 @@ from conftest import make_documents, write_shard
 
 from nanogpt_tpu import files, staging
 from nanogpt_tpu.clean import Cleaning
-from nanogpt_tpu.encode import PIECE_CHARS, Pool, cut
+from nanogpt_tpu.encode import PIECE_CHARS, cut, encode_all
 from nanogpt_tpu.errors import PausedError, UserError
 from nanogpt_tpu.inspection import inspect
 from nanogpt_tpu.manifest import Manifest
@@ -206,9 +206,8 @@ def test_the_fast_way_gives_the_same_ids(gpt2_files, tmp_path):
         expected = [i for ids in tokenizer.encode_batch(texts) for i in (tokenizer.eot_id, *ids)]
         assert tokenizer.encoder(texts).tolist() == expected
         assert tokenizer.encoder(texts[:1], True).tolist() == tokenizer.encode(texts[0])
-        with Pool(tokenizer.encoder, 3) as pool:
-            batches = [([text], False, number) for number, text in enumerate(texts)]
-            found = list(pool.encode(batches))
+        batches = [([text], False, number) for number, text in enumerate(texts)]
+        found = list(encode_all(tokenizer.encoder, batches, 3))
         assert [tag for _, tag in found] == list(range(len(texts)))
         assert np.concatenate([ids for ids, _ in found]).tolist() == expected
     assert own.encoder.fast is not None
