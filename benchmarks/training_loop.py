@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanogpt_tpu.manifest import list_shards
 from nanogpt_tpu.metrics import read_metrics
-from nanogpt_tpu.shards import list_shards, read_shard
+from nanogpt_tpu.shardfile import read_shard
 
 N_LAYER, N_HEAD, N_EMBD, SEQ_LEN, BATCH = 6, 8, 256, 256, 16
 WARMUP_STEPS = 2

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.shards import hash_file
+from nanogpt_tpu.shardfile import hash_file
 from nanogpt_tpu.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanogpt_tpu.tokenizer import Tokenizer
 

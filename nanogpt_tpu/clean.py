@@ -10,10 +10,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from nanogpt_tpu.errors import UserError, one_of, positive, well_typed
-from nanogpt_tpu.files import Continuation
+from nanogpt_tpu.files import Piece
 
 MIN_SCRIPT_SHARE = 0.5
 NEAR = 0.8  # estimated Jaccard similarity from which two texts are near duplicates
@@ -43,7 +44,14 @@ class Cleaning:
         positive(self, "min_chars")
         if self.drop_duplicates is not None:
             one_of("drop_duplicates", self.drop_duplicates, ("exact", "near"))
-        _needed(self)
+        needed = {
+            "selectolax": self.strip_html, "regex": self.script is not None,
+            "datasketch": self.drop_duplicates == "near",
+        }  # fmt: skip
+        for library, is_needed in needed.items():
+            if is_needed and find_spec(library) is None:
+                raise UserError(f"this cleaning needs a library: pip install {library}")
+        _script_pattern(self.script)
 
     @property
     def remembers(self) -> bool:
@@ -51,22 +59,13 @@ class Cleaning:
         return self.drop_duplicates is not None
 
     def clean(self, texts: Iterator[str], num_dropped: Counter[str]) -> Iterator[str]:
-        """The documents that stay, cleaned; the others counted by reason.
-
-        The later pieces of a text too long to be held are cleaned, but stay as their first does.
-        """
-        if self == Cleaning():
+        """The documents that stay, cleaned, each held whole; the others counted by reason."""
+        if all(getattr(self, name) == f.default for name, f in _FIELDS.items()):
             yield from texts
             return
         letters = _script_pattern(self.script)
         is_seen = {"exact": _exact, "near": _near}.get(self.drop_duplicates or "", _nothing)()
-        is_kept = True
-        for whole in texts:
-            text = self._rewritten(whole)
-            if isinstance(whole, Continuation):
-                if is_kept:
-                    yield Continuation(text)
-                continue
+        for text in map(self._rewritten, _whole(texts)):
             reason = None
             if not text.strip():
                 reason = "empty after cleaning"
@@ -76,7 +75,6 @@ class Cleaning:
                 reason = f"not in {self.script}"
             elif is_seen(text):
                 reason = f"{self.drop_duplicates} duplicate"
-            is_kept = reason is None
             if reason is None:
                 yield text
             else:
@@ -96,16 +94,17 @@ class Cleaning:
         return text
 
 
-def _needed(cleaning: Cleaning) -> None:
-    """Import what the options need, so that a missing library is told before long work starts."""
-    try:
-        if cleaning.strip_html:
-            import selectolax.lexbor  # noqa: F401
-        if cleaning.drop_duplicates == "near":
-            import datasketch  # noqa: F401
-        _script_pattern(cleaning.script)
-    except ImportError as error:
-        raise UserError(f"this cleaning needs a library: pip install {error.name}") from error
+_FIELDS = Cleaning.__dataclass_fields__
+
+
+def _whole(texts: Iterator[str]) -> Iterator[str]:
+    """Documents whose pieces, if there are several, are joined."""
+    pieces: list[str] = []
+    for text in texts:
+        pieces.append(text)
+        if not isinstance(text, Piece) or text.ends:
+            yield "".join(pieces)
+            pieces = []
 
 
 def _script_pattern(script: str | None) -> tuple[Any, Any] | None:
@@ -115,6 +114,8 @@ def _script_pattern(script: str | None) -> tuple[Any, Any] | None:
     import regex
 
     try:
+        if not re.fullmatch(r"\w+", script):
+            raise regex.error("no name")
         return regex.compile(rf"\p{{Script={script}}}"), regex.compile(r"\p{L}")
     except regex.error as error:
         raise UserError(f"script {script!r} is not known: Han, Latin, Cyrillic...") from error
@@ -134,9 +135,8 @@ def _exact() -> Any:
 
     def is_seen(text: str) -> bool:
         content = text.strip().encode("utf-8", "surrogatepass")
-        key = hashlib.blake2b(content, digest_size=12).digest()
         num_before = len(seen)
-        seen.add(key)
+        seen.add(hashlib.blake2b(content, digest_size=12).digest())
         return len(seen) == num_before
 
     return is_seen

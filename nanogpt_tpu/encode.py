@@ -9,12 +9,12 @@ quarter slower.
 import os
 import pickle
 import re
-import struct
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -23,11 +23,12 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
+from nanogpt_tpu.errors import UserError
+
 EOT_TEXT = "<|endoftext|>"
 PIECE_CHARS = 2**18
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CUT = re.compile(r"(?<=\S)[ \n]")
-_LENGTH = struct.Struct("<q")
 _PIPE_BYTES = 2**20
 T = TypeVar("T")
 
@@ -82,10 +83,13 @@ class Encoder:
 
         `continues`: the first text goes on with a document begun before, so nothing precedes it.
         """
-        texts = [clean_text(text) for text in texts]
+
+        def is_plain(text: str) -> bool:
+            return self.fast is not None and len(text) <= PIECE_CHARS and EOT_TEXT not in text
+
         parts = []
-        for is_plain, group in groupby(texts, self._is_plain):
-            if is_plain:
+        for may_join, group in groupby(map(clean_text, texts), is_plain):
+            if may_join:
                 joined = EOT_TEXT + EOT_TEXT.join(group)
                 parts.append(self.fast.encode_to_numpy(joined, allowed_special={EOT_TEXT}))
             else:
@@ -94,9 +98,6 @@ class Encoder:
                     parts += map(self.ordinary, cut(text))
         ids = np.concatenate([part.astype(self.dtype) for part in parts])
         return ids[1:] if continues else ids
-
-    def _is_plain(self, text: str) -> bool:
-        return self.fast is not None and len(text) <= PIECE_CHARS and EOT_TEXT not in text
 
     def ordinary(self, text: str) -> np.ndarray:
         """Ids of one clean text, control tokens' names taken for ordinary text."""
@@ -108,21 +109,8 @@ class Encoder:
 
 
 def _send(pipe: BinaryIO, message: object) -> None:
-    content = pickle.dumps(message, protocol=5)
-    pipe.write(_LENGTH.pack(len(content)) + content)
+    pickle.dump(message, pipe, protocol=5)
     pipe.flush()
-
-
-def _receive(pipe: BinaryIO) -> Any:
-    """The next message.
-
-    Raises:
-        EOFError: the other side is gone.
-    """
-    length = pipe.read(_LENGTH.size)
-    if len(length) < _LENGTH.size:
-        raise EOFError
-    return pickle.loads(pipe.read(_LENGTH.unpack(length)[0]))  # only ever from our own process
 
 
 class _Worker:
@@ -142,21 +130,32 @@ class _Worker:
         assert self._process.stdin and self._process.stdout
         self._to: BinaryIO = self._process.stdin  # type: ignore[assignment]
         self._from: BinaryIO = self._process.stdout  # type: ignore[assignment]
-        _send(self._to, encoder)
+        self._encoder: Encoder | None = encoder
 
     def encode(self, texts: list[str], continues: bool) -> np.ndarray:
-        """As `Encoder.__call__`, in the worker."""
+        """As `Encoder.__call__`, in the worker.
+
+        Raises:
+            UserError: the worker has died.
+        """
         try:
+            if self._encoder:
+                _send(self._to, self._encoder)
+                self._encoder = None
             _send(self._to, (texts, continues))
-            return _receive(self._from)
-        except (EOFError, BrokenPipeError) as error:
+            return pickle.load(self._from)  # only ever from our own process
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
             code = self._process.wait()
-            raise RuntimeError(f"an encoding worker ended with code {code}") from error
+            why = " (killed, as when memory runs out)" if code == -9 else ""
+            raise UserError(
+                f"an encoding worker ended with code {code}{why}: start again with fewer --workers"
+            ) from error
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._to.close()
+        with suppress(BrokenPipeError):  # half a message may wait in it
+            self._to.close()
         self._from.close()
 
 
@@ -164,57 +163,53 @@ def serve() -> None:
     """What a worker does: receive texts, send ids, until its parent closes the pipe."""
     to, from_ = sys.stdout.buffer, sys.stdin.buffer
     try:
-        encoder = _receive(from_)
+        encoder = pickle.load(from_)
         while True:
-            _send(to, encoder(*_receive(from_)))
+            _send(to, encoder(*pickle.load(from_)))
     except (EOFError, BrokenPipeError):
         return
 
 
-class Pool:
-    """Workers that encode batches in order; where one is enough, this process does it itself."""
+def encode_all(
+    encoder: Encoder, batches: Iterable[tuple[list[str], bool, T]], num_workers: int
+) -> Generator[tuple[np.ndarray, T], None, None]:
+    """(ids, tag) of each (texts, continues, tag), in order; few batches are held at a time.
 
-    def __init__(self, encoder: Encoder, num_workers: int) -> None:
-        self._encoder, self._num_workers = encoder, num_workers
-        self._workers: list[_Worker] = []
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(num_workers)
+    Where one worker is enough, this process does it itself. Close the iterator: it ends the others.
 
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
-        self._threads.shutdown()
-
-    def encode(
-        self, batches: Iterable[tuple[list[str], bool, T]]
-    ) -> Iterator[tuple[np.ndarray, T]]:
-        """(ids, tag) of each (texts, continues, tag), in order; few batches are held at a time."""
-        batches = iter(batches)
-        first_two = list(islice(batches, 2))
-        batches = chain(first_two, batches)
-        if len(first_two) < 2 or self._num_workers < 2:
-            for texts, continues, tag in batches:
-                yield self._encoder(texts, continues), tag
-            return
-        self._workers = [_Worker(self._encoder) for _ in range(self._num_workers)]
-        for worker in self._workers:
-            self._idle.put(worker)
-        waiting: deque[tuple[Future[np.ndarray], T]] = deque()
+    Raises:
+        UserError: a worker has died.
+    """
+    batches = iter(batches)
+    first_two = list(islice(batches, 2))
+    batches = chain(first_two, batches)
+    if len(first_two) < 2 or num_workers < 2:
         for texts, continues, tag in batches:
-            waiting.append((self._threads.submit(self._one, texts, continues), tag))
-            if len(waiting) > 3 * self._num_workers:
+            yield encoder(texts, continues), tag
+        return
+    workers, idle = [_Worker(encoder) for _ in range(num_workers)], SimpleQueue[_Worker]()
+    for worker in workers:
+        idle.put(worker)
+
+    def encode(texts: list[str], continues: bool) -> np.ndarray:
+        worker = idle.get()
+        try:
+            return worker.encode(texts, continues)
+        finally:
+            idle.put(worker)
+
+    waiting: deque[tuple[Future[np.ndarray], T]] = deque()
+    threads = ThreadPoolExecutor(num_workers)
+    try:
+        for texts, continues, tag in batches:
+            waiting.append((threads.submit(encode, texts, continues), tag))
+            if len(waiting) > 3 * num_workers:
                 future, first = waiting.popleft()
                 yield future.result(), first
         for future, tag in waiting:
             yield future.result(), tag
-
-    def _one(self, texts: list[str], continues: bool) -> np.ndarray:
-        worker = self._idle.get()
-        try:
-            return worker.encode(texts, continues)
-        finally:
-            self._idle.put(worker)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.close()
+        threads.shutdown()

@@ -21,6 +21,10 @@ class PausedError(UserError):
     """Work stopped before its end, but what is done is kept: the same call goes on from there."""
 
 
+class StaleError(UserError):
+    """Unfinished work that nothing can go on with: it is dropped."""
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> UserError:
     """The error for a name that is not in `known`, with the nearest one that is."""
     known = list(known)

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.model import GPT, IGNORED_TARGET
 from nanogpt_tpu.runtime import Runtime
-from nanogpt_tpu.shards import Manifest, ShardLoader
+from nanogpt_tpu.shards import ShardLoader
 from nanogpt_tpu.tokenizer import load_tokenizer
 
 

@@ -1,7 +1,7 @@
 """The records of one file: text, JSON lines or parquet, plain, gzip or zstd.
 
 Each generator gives (number, text) from the record after `place` on; a record without text is a
-`Skip` that says why. Text of more than BLOCK_BYTES comes in pieces, the later ones marked.
+`Skip` that says why. Text of more than BLOCK_BYTES comes as several `Piece`s.
 """
 
 import codecs
@@ -27,10 +27,10 @@ Note = Callable[[Path, int, str], None]
 """Told of damaged text: the file, how many pieces became U+FFFD, and where the first stood."""
 
 
-class Continuation(str):
-    """The next piece of a text that is too long to be held whole."""
+class Piece(str):
+    """A part of a document that is too long to be held whole; `begins` and `ends` say which."""
 
-    __slots__ = ()
+    begins = ends = False
 
 
 class Skip(str):
@@ -96,8 +96,32 @@ def _open(path: Path) -> Any:
 
 
 def _read_text(path: Path, place: int, note: Note) -> Records:
-    """A file as one document, in pieces when it is long."""
-    number, start, data, carry, is_last = 0, 0, b"", "", False
+    """A file as one document, in pieces when it is long; blanks before the text wait for it."""
+    number, held = 0, []
+    for text, is_last in _blocks(path, note):
+        held.append(text)
+        if number == 0 and not has_text(text):
+            if is_last and place == 0:
+                yield 1, ""
+            continue
+        for part in held:
+            number += 1
+            piece = Piece(part)
+            piece.begins, piece.ends = number == 1, is_last and part is text
+            if number > place:
+                yield number, piece
+        held = []
+
+
+def has_text(text: str) -> bool:
+    """Whether there is more than blanks."""
+    text = text.removeprefix("\ufeff")
+    return text != "" and not text.isspace()
+
+
+def _blocks(path: Path, note: Note) -> Iterator[tuple[str, bool]]:
+    """The text of a file in pieces that may be encoded one by one, and whether it is the last."""
+    start, data, carry, is_last = 0, b"", "", False
     with _open(path) as file:
         while not is_last:
             block = file.read(BLOCK_BYTES)
@@ -106,10 +130,8 @@ def _read_text(path: Path, place: int, note: Note) -> Records:
             carry += _decode(data[:end], path, start, note)
             data, start = data[end:], start + end
             cut = len(carry) if is_last else cut_point(carry, len(carry) - 1)
-            piece, carry = carry[:cut], carry[cut:]
-            number += 1
-            if number > place and (piece or number == 1):
-                yield number, Continuation(piece) if number > 1 else piece
+            yield carry[:cut], is_last
+            carry = carry[cut:]
 
 
 def _character_end(data: bytes) -> int:
@@ -145,6 +167,13 @@ def _read_jsonl(path: Path, name: str, place: int, note: Note) -> Records:
 
 def _field_of(path: Path) -> str:
     """The field of a JSON file's text, from its first lines; "text" if they hold no text."""
+    records = peek(path)
+    values = (value for record in records for value in record.values())
+    return guess_field(records, str(path)) if any(isinstance(v, str) for v in values) else "text"
+
+
+def peek(path: Path) -> list[dict[str, Any]]:
+    """The objects in a JSON file's first lines."""
     records = []
     with _open(path) as file:
         for line in itertools.islice(file, _PEEKED_RECORDS):
@@ -152,9 +181,7 @@ def _field_of(path: Path) -> str:
                 records.append(json.loads(line))
             except (ValueError, RecursionError):
                 continue  # blank, or bad: the reading itself tells where and why
-    records = [record for record in records if isinstance(record, dict)]
-    values = (value for record in records for value in record.values())
-    return guess_field(records, str(path)) if any(isinstance(v, str) for v in values) else "text"
+    return [record for record in records if isinstance(record, dict)]
 
 
 def _read_parquet(path: Path, text_field: str | None, place: int) -> Records:
@@ -193,11 +220,7 @@ def _column(file: Any, text_field: str | None, path: Path) -> str:
 
 
 def _decode(data: bytes, path: Path, start: int, note: Note) -> str:
-    """UTF-8 text of the bytes at `start` in a file; a few bad ones become U+FFFD.
-
-    Raises:
-        UserError: more than one character in ten is bad: this is no UTF-8.
-    """
+    """UTF-8 text of the bytes at `start` in a file; a few bad ones become U+FFFD."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

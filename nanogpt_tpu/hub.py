@@ -101,12 +101,7 @@ def _retried(action: Callable[[], Any], source: str, failures: tuple[type[Except
 
 
 def _wait(num_tries: int, source: str, error: Exception) -> None:
-    """Wait, longer each time, or give up.
-
-    Raises:
-        UserError: it is not the connection.
-        PausedError: tried often enough.
-    """
+    """Wait, longer each time, or give up."""
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     status = getattr(getattr(error, "response", None), "status_code", 0)
     if 400 <= status < 500 and status not in (408, 429):

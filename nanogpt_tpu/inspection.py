@@ -15,32 +15,12 @@ from matplotlib.figure import Figure
 from nanogpt_tpu import env
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.manifest import Manifest, folder_of, parse_data
-from nanogpt_tpu.shardfile import HEADERLESS, ShardInfo, hash_file, read_shard
-from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
+from nanogpt_tpu.shardfile import HEADERLESS, ShardInfo, read_shard, verify_shard
+from nanogpt_tpu.tokenizer import Tokenizer, tokenizer_of
 
 _SLICE = 2**23  # tokens looked at together
-_LONG = 2**20  # lengths from here on are counted one by one
 _PRINT_TOKENS = 32  # as many of its first tokens, and its length, tell documents apart
 _PRIMES = np.cumprod(np.full(_PRINT_TOKENS, 6364136223846793005, dtype=np.uint64))
-
-
-class _Lengths:
-    """How many documents there are of each length in tokens, end-of-text not counted."""
-
-    def __init__(self) -> None:
-        self._short = np.zeros(_LONG, dtype=np.int64)
-        self._long: Counter[int] = Counter()
-
-    def add(self, lengths: np.ndarray) -> None:
-        self._short += np.bincount(lengths[lengths < _LONG], minlength=_LONG)
-        self._long.update(lengths[lengths >= _LONG].tolist())
-
-    def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """(lengths, number of documents of each), ascending."""
-        short = np.flatnonzero(self._short)
-        long = np.array(sorted(self._long), dtype=np.int64)
-        counts = [self._long[length] for length in long.tolist()]
-        return np.append(short, long), np.append(self._short[short], counts).astype(np.int64)
 
 
 class _Look:
@@ -48,28 +28,27 @@ class _Look:
 
     def __init__(self, manifest: Manifest, vocab_size: int) -> None:
         self.problems: list[str] = []
-        self.lengths = _Lengths()
+        self._lengths: Counter[int] = Counter()  # end-of-text not counted
         self.num_eot = self.num_overlaps = 0
         self.id_counts = np.zeros(vocab_size, dtype=np.int64)
         self._eot_id = manifest.tokenizer["eot_id"]
         self._val_prints = np.zeros(0, dtype=np.uint64)
 
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """(lengths, number of documents of each), int64, ascending."""
+        table = np.array(sorted(self._lengths.items()), dtype=np.int64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+
     def shard(self, path: Path, shard: ShardInfo, data: str, split: str) -> None:
         """Check one shard and count what is in it; a document cut by its end counts as two."""
         try:
-            tokens = read_shard(path, data)
+            verify_shard(path, shard, data)
         except UserError as error:
             self.problems.append(str(error))
+        try:
+            tokens = read_shard(path, data)
+        except UserError:
             return
-        if tokens.size != shard.num_tokens:
-            self.problems.append(
-                f"{path} holds {tokens.size} tokens, the manifest says {shard.num_tokens}"
-            )
-            return
-        if shard.sha256 and hash_file(path) != shard.sha256:
-            self.problems.append(
-                f"{path} differs from its sha256 in the manifest: its bytes were changed"
-            )
         begin, bad = 0, None
         for start in range(0, tokens.size, _SLICE):
             part = np.asarray(tokens[start : start + _SLICE])
@@ -95,7 +74,8 @@ class _Look:
         begins, ends = begins[ends > begins], ends[ends > begins]
         starts = begins + (tokens[begins] == self._eot_id)  # what follows end-of-text
         lengths = ends - starts
-        self.lengths.add(lengths)
+        values, counts = np.unique(lengths, return_counts=True)
+        self._lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         is_whole = (lengths >= _PRINT_TOKENS) & (starts > begins)
         places = starts[is_whole][:, None] + np.arange(_PRINT_TOKENS)
         prints = (tokens[places].astype(np.uint64) + 1) @ _PRIMES
@@ -125,15 +105,12 @@ def inspect(
     """
     if block_size < 1:
         raise UserError(f"block_size is {block_size}: it must be at least 1")
-    found, lengths = _inspect(data, block_size)
-    return (
-        {**found, "picture": os.fspath(_draw(folder_of(data), found, lengths))} if draw else found
-    )
-
-
-def _inspect(data: str | os.PathLike[str], block_size: int) -> tuple[dict[str, Any], _Lengths]:
     manifest, folder = Manifest.load(data), folder_of(data)
-    problems, tokenizer = _check_tokenizer(data, folder, manifest.tokenizer)
+    problems: list[str] = []
+    try:
+        tokenizer = tokenizer_of(data, manifest)
+    except UserError as error:
+        problems, tokenizer = [str(error)], None
     look = _Look(manifest, manifest.tokenizer["vocab_size"])
     base = folder if len(parse_data(data)) == 1 else Path()
     headerless = HEADERLESS if os.fspath(data).startswith(HEADERLESS) else ""
@@ -147,7 +124,9 @@ def _inspect(data: str | os.PathLike[str], block_size: int) -> tuple[dict[str, A
         "lengths": _statistics(look, tokenizer, block_size),
         "problems": problems + look.problems + _check_whole(manifest, look, tokenizer is not None),
     }
-    return found, look.lengths
+    if draw:
+        found["picture"] = os.fspath(_draw(folder, found, *look.lengths()))
+    return found
 
 
 def _check_whole(manifest: Manifest, look: _Look, knows_eot: bool) -> list[str]:
@@ -178,7 +157,7 @@ def _statistics(look: _Look, tokenizer: Tokenizer | None, block_size: int) -> di
     `tokens_lost`: share of all tokens if each document were cut to block_size. `padding`: share of
     all places if each were also padded to it. Packing, as here, loses and pads nothing.
     """
-    lengths, counts = look.lengths.table()
+    lengths, counts = look.lengths()
     num_documents, num_tokens = int(counts.sum()), int(lengths @ counts)
     if not num_tokens:
         return {"num_documents": num_documents}
@@ -198,24 +177,6 @@ def _statistics(look: _Look, tokenizer: Tokenizer | None, block_size: int) -> di
     }
 
 
-def _check_tokenizer(
-    data: str | os.PathLike[str], folder: Path, described: dict[str, Any]
-) -> tuple[list[str], Tokenizer | None]:
-    """What is wrong with the tokenizer, and the tokenizer if nothing is."""
-    try:
-        tokenizer = load_tokenizer(data)
-    except UserError as error:
-        return [str(error)], None
-    found = tokenizer.describe()
-    differing = [key for key in ("sha256", "vocab_size", "eot_id") if found[key] != described[key]]
-    if differing:
-        return [
-            f"{folder / found['file']} is not the tokenizer that made these shards: "
-            f"{', '.join(differing)} differ from the manifest"
-        ], None
-    return [], tokenizer
-
-
 def draw_lengths(data: str | os.PathLike[str]) -> Path:
     """Draw how long the documents are, in tokens, on a logarithmic axis; mean and median marked.
 
@@ -225,12 +186,10 @@ def draw_lengths(data: str | os.PathLike[str]) -> Path:
     Raises:
         UserError: no data there.
     """
-    found, lengths = _inspect(data, 1024)
-    return _draw(folder_of(data), found, lengths)
+    return Path(inspect(data, draw=True)["picture"])
 
 
-def _draw(folder: Path, found: dict[str, Any], table: _Lengths) -> Path:
-    lengths, counts = table.table()
+def _draw(folder: Path, found: dict[str, Any], lengths: np.ndarray, counts: np.ndarray) -> Path:
     figure = Figure(figsize=(8, 3.6), dpi=110, layout="constrained")
     axes = figure.subplots()
     bins = list(np.geomspace(1, max(2, lengths.max(initial=2)), 40))

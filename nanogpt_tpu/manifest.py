@@ -7,18 +7,27 @@ shares, "A:0.8 B:0.2", are one mixture.
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nanogpt_tpu import env
-from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.shardfile import HEADERLESS, DataPath, ShardInfo, is_headerless, read_shard
+from nanogpt_tpu.errors import UserError, between, well_typed
+from nanogpt_tpu.shardfile import (
+    HEADERLESS,
+    DataPath,
+    ShardInfo,
+    is_headerless,
+    read_shard,
+    write_text,
+)
 from nanogpt_tpu.vocabulary import GPT2
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "val")
+_PART = re.compile(r"(\S.*?):(\d+\.?\d*|\.\d+)(?=\s|$)\s*")  # of a mixture; names may hold spaces
 
 
 @dataclass(frozen=True)
@@ -67,24 +76,21 @@ class Manifest:
         Raises:
             TypeError, KeyError: a value of another kind, or one that is missing.
         """
-        shards = [shard for split in self.splits.values() for shard in split]
+        for shard in (shard for split in self.splits.values() for shard in split):
+            well_typed(shard)
+            between(shard, 0, 2**63, "num_tokens")
         counts = [self.tokenizer["vocab_size"], self.tokenizer["eot_id"], self.num_documents]
-        counts += [shard.num_tokens for shard in shards] + list(self.num_skipped.values())
-        texts = [self.tokenizer["sha256"], self.source, *self.splits]
-        texts += [name for shard in shards for name in (shard.file, shard.sha256 or "")]
-        dict(self.settings)
-        for count in counts:
+        for count in (*counts, *self.num_skipped.values()):
             if not isinstance(count, int) or not 0 <= count < 2**63:
                 raise TypeError(f"{count!r} is no count")
-        for text in texts:
-            if not isinstance(text, str):
-                raise TypeError(f"{text!r} is no text")
+        if not isinstance(self.tokenizer["sha256"], str) or not isinstance(self.source, str):
+            raise TypeError("sha256 or source is no text")
+        dict(self.settings)
 
     def save(self, folder: Path) -> None:
-        """Write manifest.json by rename, so that a half-written one is never seen."""
-        partial = folder / f"{MANIFEST}.tmp"
-        partial.write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False), "utf-8")
-        partial.replace(folder / MANIFEST)
+        """Write manifest.json."""
+        content = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+        write_text(folder / MANIFEST, content)
 
     @staticmethod
     def load(data: DataPath) -> "Manifest":
@@ -102,22 +108,19 @@ class Manifest:
             return _of_others(data)
         try:
             values = json.loads(path.read_text("utf-8"))
-            version = values["format_version"]
-            if version != 1:
-                raise UserError(f"{path} has format_version {version!r}, this program reads 1")
-            splits = {
-                split: [ShardInfo(**shard) for shard in shards]
-                for split, shards in values.pop("splits").items()
-            }
-            if missing := {"sha256", "vocab_size", "eot_id"} - values["tokenizer"].keys():
-                raise KeyError(f"tokenizer has no {' and no '.join(sorted(missing))}")
-            manifest = Manifest(splits=splits, **values)
-            manifest.check_types()
-            return manifest
-        except UserError:
-            raise
+            if (version := values["format_version"]) == 1:
+                if missing := {"sha256", "vocab_size", "eot_id"} - values["tokenizer"].keys():
+                    raise KeyError(f"tokenizer has no {' and no '.join(sorted(missing))}")
+                splits = values.pop("splits").items()
+                found = {
+                    split: [ShardInfo(**shard) for shard in shards] for split, shards in splits
+                }
+                manifest = Manifest(splits=found, **values)
+                manifest.check_types()
+                return manifest
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a manifest of ours ({error}); prepare again") from error
+        raise UserError(f"{path} has format_version {version!r}, this program reads 1")
 
 
 def parse_data(data: DataPath) -> list[tuple[str, float]]:
@@ -127,17 +130,17 @@ def parse_data(data: DataPath) -> list[tuple[str, float]]:
         UserError: a share is missing or no positive number, or a folder is named twice.
     """
     text = os.fspath(data)
-    words = [word.rpartition(":") for word in text.split()]
-    if Path(text).exists() or not any(_is_number(weight) for _, _, weight in words):
+    found = _PART.findall(text)
+    if Path(text).exists() or not found:
         return [(text, 1.0)]
-    shares = {folder: float(weight) for folder, _, weight in words if _is_number(weight)}
-    if len(shares) < len(words) or not all(0 < share < 1e9 for share in shares.values()):
-        raise UserError(f"data {text!r}: a mixture is DIR:SHARE DIR:SHARE..., each share above 0")
+    shares = {folder: float(share) for folder, share in found}
+    is_whole = not _PART.sub("", text).strip() and len(shares) == len(found)
+    if not is_whole or not all(0 < share < 1e9 for share in shares.values()):
+        raise UserError(
+            f"data {text!r}: a mixture is DIR:SHARE DIR:SHARE..., each share above 0 and each "
+            "folder once"
+        )
     return [(folder, share / sum(shares.values())) for folder, share in shares.items()]
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal()
 
 
 def folder_of(data: DataPath) -> Path:
@@ -174,11 +177,7 @@ def mix(parts: dict[str, Manifest], shares: dict[str, float]) -> Manifest:
 
 
 def _of_others(data: DataPath) -> Manifest:
-    """A manifest for shards that came without one, of GPT-2's tokens; their bytes are not hashed.
-
-    Raises:
-        UserError: there are none.
-    """
+    """A manifest for shards without one: of GPT-2's tokens, their bytes not hashed."""
     folder = folder_of(data)
     splits = {
         split: [ShardInfo(p.name, read_shard(p, data).size, "") for p in _named(data, split)]
@@ -186,7 +185,10 @@ def _of_others(data: DataPath) -> Manifest:
     }
     if not any(splits.values()):
         what = f"no shards ({MANIFEST})" if folder.is_dir() else "no such folder"
-        raise UserError(f"data {os.fspath(data)!r}: {what}; make it with: nanogpt-tpu prepare")
+        fix = "make it with: nanogpt-tpu prepare"
+        if (folder / "train.bin").is_file():
+            fix = f"nanoGPT's headerless train.bin is read as {HEADERLESS}{folder}"
+        raise UserError(f"data {os.fspath(data)!r}: {what}; {fix}")
     return Manifest(dict(GPT2), splits, 0, {}, f"shards of others in {folder.name}")
 
 
@@ -228,11 +230,8 @@ def list_shards(data: DataPath, split: str) -> list[Path]:
     Raises:
         UserError: none there.
     """
-    folder = folder_of(data)
-    if (folder / MANIFEST).is_file():
-        files = [folder / shard.file for shard in Manifest.load(folder).splits.get(split, [])]
-    else:
-        files = _named(data, split)
+    shards = Manifest.load(data).splits.get(split, [])
+    files = [folder_of(data) / shard.file for shard in shards]
     if not files:
         raise UserError(
             f"data {os.fspath(data)!r}: no {split} shards; make them with: nanogpt-tpu prepare"

@@ -11,9 +11,9 @@ import numpy as np
 
 from nanogpt_tpu import hub
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.manifest import MANIFEST, Manifest, mix
+from nanogpt_tpu.manifest import MANIFEST, Manifest, folder_of, mix
 from nanogpt_tpu.shardfile import ShardInfo, hash_file, read_shard, shard_name
-from nanogpt_tpu.tokenizer import load_tokenizer
+from nanogpt_tpu.tokenizer import load_tokenizer, verify
 
 READY = "fineweb-shards"
 _MAX_READY = 103
@@ -31,11 +31,13 @@ def merge(data: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} is not empty: choose another --out")
     mixed = mix(parts, dict.fromkeys(parts, 1 / len(parts)))
-    hashes = [s.sha256 for shards in mixed.splits.values() for s in shards if s.sha256]
+    every = [shard for shards in mixed.splits.values() for shard in shards]
+    hashes = [shard.sha256 for shard in every if shard.sha256]
     if len(parts) < len(data) or len(set(hashes)) < len(hashes):
         raise UserError(f"{' '.join(map(str, data))}: folders share shards: name each part once")
-    for shard in (shard for shards in mixed.splits.values() for shard in shards):
-        read_shard(Path(shard.file))  # all are whole before the first is linked
+    tokenizers = [verify(folder_of(folder), part) for folder, part in parts.items()]
+    if foreign := [shard.file for shard in every if shard.file.endswith(".npy")]:
+        raise UserError(f"{foreign[0]} has no header as ours: prepare its text instead")
     target.mkdir(parents=True, exist_ok=True)
     splits: dict[str, list[ShardInfo]] = {split: [] for split in mixed.splits}
     for split, shards in mixed.splits.items():
@@ -43,7 +45,7 @@ def merge(data: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -
             name = shard_name(split, number)
             _link(Path(shard.file).resolve(), target / name)
             splits[split].append(replace(shard, file=name))
-    load_tokenizer(data[0]).save(target)
+    tokenizers[0].save(target)
     source = " + ".join(dict.fromkeys(part.source for part in parts.values()))
     settings = {"merged": [part.settings for part in parts.values()]}
     merged = replace(mixed, splits=splits, source=source, settings=settings)
@@ -58,8 +60,8 @@ def _link(path: Path, link: Path) -> None:
         link.symlink_to(path)
 
 
-def download_ready(count: int, out: str | os.PathLike[str]) -> Manifest:
-    """The first `count` of the public FineWeb 10B shards of GPT-2 tokens, verified.
+def download_ready(number: str, out: str | os.PathLike[str]) -> Manifest:
+    """The first `number` of the public FineWeb 10B shards of GPT-2 tokens, verified.
 
     100M tokens each, and one for validation. What is whole already is not fetched again.
 
@@ -68,22 +70,24 @@ def download_ready(count: int, out: str | os.PathLike[str]) -> Manifest:
         PausedError: the hub stayed out of reach.
     """
     target = Path(out)
+    count = int(number) if number.isdecimal() else 0
     if not 1 <= count <= _MAX_READY:
-        raise UserError(f"{READY}:{count}: there are 1 to {_MAX_READY} shards of 100M tokens")
+        raise UserError(f"{READY}:{number}: there are 1 to {_MAX_READY} shards of 100M tokens")
     wanted = {"val": [0], "train": list(range(1, count + 1))}
     if (target / MANIFEST).is_file():
         manifest = Manifest.load(target)
         if manifest.source == f"{READY}:{count}":
+            verify(target, manifest)
             print(f"{target} already holds this data: nothing to do", file=sys.stderr)
             return manifest
         raise UserError(f"{target} holds {manifest.source}: choose another --out")
     tokenizer = load_tokenizer("gpt2")
     num_documents = 0
     splits: dict[str, list[ShardInfo]] = {}
-    for split, numbers in wanted.items():
+    for split, indices in wanted.items():
         splits[split] = []
-        for number in numbers:
-            name = f"fineweb_{split}_{number:06d}.bin"
+        for index in indices:
+            name = f"fineweb_{split}_{index:06d}.bin"
             path, sha256 = hub.fetch(hub.READY_REPO, name, target)
             found = hash_file(path)
             if sha256 not in (None, found):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from nanogpt_tpu.config import TrainConfig
+from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.model import GPT
-from nanogpt_tpu.shards import Manifest
 
 SESSION_HOURS, QUOTA_HOURS_PER_WEEK = 9.0, 20.0  # Kaggle's limits for a TPU v5e-8 in 2026
 CHINCHILLA = 20  # training tokens per parameter that spend compute best (Hoffmann et al. 2022)

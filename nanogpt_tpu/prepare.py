@@ -14,23 +14,25 @@ writer stood together; the same call goes on there, whatever the number of worke
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from nanogpt_tpu.encode import Encoder, Pool
+from nanogpt_tpu.encode import Encoder, encode_all
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.files import Continuation
+from nanogpt_tpu.files import Piece
 from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import READY, download_ready
+from nanogpt_tpu.shardfile import Writer
 from nanogpt_tpu.sources import Reader, fingerprint
-from nanogpt_tpu.staging import Settings, Staging
+from nanogpt_tpu.staging import Settings, Staging, locked
 from nanogpt_tpu.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from nanogpt_tpu.tokenizer import train_tokenizer as learn_tokenizer
-from nanogpt_tpu.writer import Writer
 
 BATCH_CHARS, BATCH_DOCUMENTS = 400_000, 4096
 LEARN_CHARS = 500_000_000  # of a larger corpus, every n-th document trains the tokenizer
@@ -87,42 +89,61 @@ def prepare(
         UserError: missing, empty or undecodable source; bad sizes; folder not writable or taken.
         PausedError: disk full or hub out of reach; the same call goes on later.
     """
-    given = dict(locals())
+    given: dict[str, Any] = locals()
+    sources = list(source) if isinstance(source, list | tuple) else [source]
     workers = (os.cpu_count() or 1) if workers is None else workers
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UserError(f"workers is {workers!r}: it must be a whole number above 0")
-    if isinstance(source, list | tuple) and len(source) == 1:
-        source = source[0]
-    is_one = isinstance(source, str | os.PathLike | Iterator) or callable(source)
-    origins = tuple(map(_origin, [source] if is_one else source))  # type: ignore[arg-type]
-    if isinstance(source, str) and source.partition(":")[0] == READY:
-        count = source.partition(":")[2] or "8"
-        return download_ready(int(count) if count.isdecimal() else 0, out)
-    reader = Reader(origins, text_field, _parse_part(part))
-    if train_tokenizer is not None:
-        given["tokenizer"] = None
-        if any(isinstance(one, Iterator) for one in ([source] if is_one else source)):  # type: ignore[union-attr]
-            raise UserError("an iterator gives its texts once, a tokenizer must be trained first: "
-                            "give a function that returns an iterator")  # fmt: skip
-    else:
-        given["tokenizer"] = _as_text(tokenizer)
-    given["source_bytes"], given["source_sample"] = reader.num_bytes, reader.sample
-    if given["tokenizer"] and (file := _tokenizer_file(tokenizer)).is_file():
-        given["source_sample"] += fingerprint(file).hex()
+    _check_names(out=out, tokenizer=tokenizer)
+    parsed = _parse_part(part)
+    if train_tokenizer is not None and part is not None:
+        raise UserError(
+            f"train_tokenizer {train_tokenizer} with part {part}: each part would get other ids; "
+            "train once (prepare a sample without part), then give every part that folder's "
+            f"{FILE_NAME} as tokenizer"
+        )
+    origins = tuple(map(_origin, sources))
+    if len(origins) == 1 and str(origins[0]).partition(":")[0] == READY:
+        with locked(Path(out)):
+            return download_ready(str(origins[0]).partition(":")[2] or "8", out)
+    reader = Reader(origins, text_field, parsed)
+    if train_tokenizer is not None and any(isinstance(one, Iterator) for one in sources):
+        raise UserError("an iterator gives its texts once, a tokenizer must be trained first: "
+                        "give a function that returns an iterator")  # fmt: skip
+    file = _tokenizer_file(tokenizer) if train_tokenizer is None else Path()
+    given |= {
+        "tokenizer": _as_text(tokenizer) if train_tokenizer is None else None,
+        "tokenizer_sample": fingerprint(file).hex() if file.is_file() else None,
+        "source_bytes": reader.num_bytes,
+        "source_sample": reader.sample,
+    }
     settings = Settings(**{name: given[name] for name in Settings.__dataclass_fields__})
     staging = Staging(Path(out), " ".join(map(_as_text, origins)), settings)
-    return staging.existing() or _Job(staging, reader, settings, workers).make(tokenizer)
+    with locked(Path(out)):
+        return staging.existing() or _Job(staging, reader, settings, workers).make(tokenizer)
+
+
+def _check_names(**names: Any) -> None:
+    """Refuse what names no file or folder; "" would be the current folder."""
+    for name, value in names.items():
+        if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+            raise UserError(f"{name} is {value!r}: it must be a name or a path")
 
 
 def _tokenizer_file(tokenizer: str | os.PathLike[str]) -> Path:
     path = Path(tokenizer)
+    if path.is_dir() and not (path / FILE_NAME).is_file():
+        raise UserError(f"no tokenizer at {path / FILE_NAME}: give gpt2, bytes or a {FILE_NAME}")
     return path / FILE_NAME if path.is_dir() else path
 
 
 def _origin(source: Any) -> str | Callable[[], Iterable[str]]:
     if isinstance(source, Iterator):
         return lambda: source
-    return source if callable(source) else os.fspath(source)
+    if callable(source):
+        return source
+    _check_names(source=source)
+    return os.fspath(source)
 
 
 def _parse_part(part: str | None) -> tuple[int, int]:
@@ -152,9 +173,7 @@ class _Job:
         """Do the work, or what is left of it."""
         self._staging.check_space()
         with self._staging.opened():
-            chosen = self._choose(tokenizer)
-            manifest = self._write(chosen)
-            chosen.save(self._staging.folder)
+            manifest = self._write(self._choose(tokenizer))
             manifest.save(self._staging.folder)
             self._staging.publish()
         for line in self._reader.warnings:
@@ -164,51 +183,42 @@ class _Job:
     def _choose(self, tokenizer: PathLike) -> Tokenizer:
         """The tokenizer: named, or trained now or by an earlier call."""
         size, folder = self._settings.train_tokenizer, self._staging.folder
-        if size is None:
-            return load_tokenizer(tokenizer)
-        if (folder / FILE_NAME).exists():
+        if size is not None and (folder / FILE_NAME).exists():
             return load_tokenizer(folder)
-        learned = learn_tokenizer(self._sample(), size)
-        learned.save(folder)
-        return learned
+        chosen = learn_tokenizer(self._sample(), size) if size else load_tokenizer(tokenizer)
+        chosen.save(folder)
+        return chosen
 
     def _sample(self) -> Iterator[str]:
         """Documents to learn a vocabulary from: all, or every n-th of a large corpus."""
         stride, num_left = 1 + self._reader.num_bytes // LEARN_CHARS, LEARN_CHARS
-        for number, text in enumerate(self._texts(None)):
+        for text in islice(self._texts(None), 0, None, stride):
             if num_left <= 0:
                 return
-            if number % stride == 0:
-                num_left -= len(text)
-                yield text
+            num_left -= len(text)
+            yield text
 
     def _texts(self, state: State) -> Iterator[str]:
         """Cleaned documents after `state`; what remembers documents sees the earlier ones again."""
-        reader, cleaning = self._reader, self._settings.cleaning
-        is_replayed = state is not None and cleaning.remembers
-        texts = reader.read_from(None if is_replayed else state)
-        texts = cleaning.clean(texts, reader.num_skipped)
-        if state is not None and is_replayed:
-            for _ in texts:
-                if reader.num_read == state["num_read"]:
-                    break
-        return texts
+        reader, settings = self._reader, self._settings
+        if state and settings.remembers:
+            return reader.skip(settings.clean(iter(reader), reader.num_skipped), state)
+        texts = reader.read_from(state, self._staging.is_mended)
+        return settings.clean(texts, reader.num_skipped)
 
     def _batches(self, state: State) -> Iterator[tuple[list[str], bool, Any]]:
         """(texts, whether they go on with a document, the reader's state after them)."""
         texts: list[str] = []
         num_chars = 0
         for text in self._texts(state):
-            if isinstance(text, Continuation):
-                if texts:
-                    yield texts, False, None  # the reader is past them already
-                yield [text], True, self._reader.state()
-                texts, num_chars = [], 0
-                continue
+            goes_on = isinstance(text, Piece) and not text.begins
+            if goes_on and texts:
+                yield texts, False, None  # the reader is past them already
+                texts = []
             texts.append(text)
             num_chars += len(text)
-            if num_chars >= BATCH_CHARS or len(texts) == BATCH_DOCUMENTS:
-                yield texts, False, self._reader.state()
+            if goes_on or num_chars >= BATCH_CHARS or len(texts) == BATCH_DOCUMENTS:
+                yield texts, goes_on, self._reader.state()
                 texts, num_chars = [], 0
         if texts:
             yield texts, False, self._reader.state()
@@ -216,12 +226,14 @@ class _Job:
     def _write(self, tokenizer: Tokenizer) -> Manifest:
         """Encode every document and write both splits into the staging folder."""
         encoder, settings, journal = tokenizer.encoder, self._settings, self._staging.journal
+        file = self._staging.folder / FILE_NAME
+        limit = settings.token_limit(np.dtype(encoder.dtype).itemsize, file.stat().st_size)
         writer = Writer(
             self._staging.folder, settings.val_tokens, settings.shard_tokens, encoder.dtype,
             encoder.eot_id, journal["writer"],
         )  # fmt: skip
         try:
-            self._fill(writer, encoder, journal)
+            self._fill(writer, encoder, journal, limit)
             writer.close()
         finally:
             writer.abandon()
@@ -234,34 +246,42 @@ class _Job:
             settings=asdict(settings),
         )
 
-    def _fill(self, writer: Writer, encoder: Encoder, journal: dict[str, Any]) -> None:
+    def _fill(
+        self, writer: Writer, encoder: Encoder, journal: dict[str, Any], limit: int | None
+    ) -> None:
         """Send all ids that are left into the writer; the journal learns of them."""
-        limit = self._settings.token_limit(np.dtype(encoder.dtype).itemsize)
-        batches, reader = self._batches(journal["reader"]), self._reader
+        reader = self._reader
+        batches = encode_all(encoder, self._batches(journal["reader"]), self._workers)
         with (
             tqdm(desc="tokens", unit="tok", unit_scale=True, disable=None) as progress,
-            Pool(encoder, self._workers) as pool,
+            closing(batches),
         ):
-            progress.update(journal["num_tokens"])
-            for ids, state in pool.encode(batches):
+            num_tokens, num_documents = journal["num_tokens"], journal["num_documents"]
+            progress.update(num_tokens)
+            for ids, state in batches:
                 if limit is not None:
-                    ids = ids[: limit - journal["num_tokens"]]
+                    ids = ids[: limit - num_tokens]
                 writer.add(ids)
-                journal["num_documents"] += int(np.count_nonzero(ids == encoder.eot_id))
-                journal["num_tokens"] += ids.size
+                num_documents += int(np.count_nonzero(ids == encoder.eot_id))
+                num_tokens += ids.size
                 progress.update(ids.size)
-                if state is not None:
-                    journal["reader"] = state
-                    if writer.is_due:
-                        journal["writer"] = writer.state()
+                if state is not None or num_tokens == limit:
+                    is_due = writer.is_due  # state() takes it for saved
+                    journal.update(  # what came before is known to be the same now
+                        call=self._staging.call,
+                        num_tokens=num_tokens, num_documents=num_documents,
+                        reader=state or journal["reader"], writer=writer.state(),
+                    )  # fmt: skip
+                    if is_due:
                         self._staging.save()
                         self._staging.check_disk()
-                if journal["num_tokens"] == limit:
+                if num_tokens == limit:
                     break
         if journal["num_documents"] == 0:
             skipped = ", ".join(f"{n} {why}" for why, n in reader.num_skipped.items())
             raise UserError(
                 f"source {journal['call']['source']!r} has no text: {skipped or 'no document'}"
+                f"{reader.known_fields()}"
             )
         if journal["num_tokens"] != limit:
             journal["reader"] = reader.state()  # with what was skipped after the last document

@@ -24,9 +24,9 @@ from nanogpt_tpu.config import ModelConfig
 from nanogpt_tpu.curves import LABELS, draw, short_number
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.findings import find_problems, number
+from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.metrics import METRICS, SAMPLES, Table, finite, read_metrics, to_table
 from nanogpt_tpu.model import GPT
-from nanogpt_tpu.shards import Manifest
 
 _SAMPLE_STEPS, _SAMPLES_A_STEP = 5, 3
 

@@ -11,25 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanogpt_tpu.errors import UserError, one_of
-from nanogpt_tpu.manifest import MANIFEST, SPLITS, Manifest, find_data, list_shards, parse_data
-from nanogpt_tpu.shardfile import (
-    HEADER_BYTES,
-    HEADER_INT32,
-    DataPath,
-    ShardInfo,
-    hash_file,
-    read_shard,
-    shard_name,
-    write_shard,
-)
+from nanogpt_tpu.manifest import Manifest, list_shards, parse_data
+from nanogpt_tpu.shardfile import DataPath, read_shard
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "HEADER_BYTES", "HEADER_INT32", "MANIFEST", "SPLITS", "Manifest", "ShardInfo", "ShardLoader",
-    "find_data", "hash_file", "list_shards", "permute", "read_shard", "shard_name", "write_shard",
-]  # fmt: skip
 PACKINGS = ("continuous", "aligned")
 _STEPS_AHEAD = 32
 CYCLE = 1000  # a mixture's shares are kept exactly in every so many sequences
@@ -40,12 +27,13 @@ class _Corpus:
 
     def __init__(self, data: str, split: str, seq_len: int, packing: str) -> None:
         self.files = list_shards(data, split)
-        self._seq_len, self.vocab_size = seq_len, Manifest.load(data).tokenizer["vocab_size"]
+        tokenizer = Manifest.load(data).tokenizer
+        self._seq_len, self.vocab_size = seq_len, tokenizer["vocab_size"]
         self.shards = [read_shard(path, data) for path in self.files]
         windows = [max(0, shard.size - 1) // seq_len for shard in self.shards]
         self._starts: list[np.ndarray] | None = None  # of every window, where they are not regular
         if packing == "aligned":
-            eot_id = Manifest.load(data).tokenizer["eot_id"]
+            eot_id = tokenizer["eot_id"]
             self._starts = [_aligned_starts(shard, seq_len, eot_id) for shard in self.shards]
             windows = [len(starts) for starts in self._starts]
         self._ends = np.cumsum(windows)  # shard k holds windows [ends[k-1], ends[k])
@@ -199,6 +187,8 @@ class ShardLoader:
         """The batch of `step`: inputs and targets, which are the inputs shifted by one."""
         import torch  # here, so that prepare and inspect start without it
 
+        if step < 0:
+            raise UserError(f"step is {step}: it counts from 0")
         tokens = np.empty((self.sequences_per_step, self.seq_len + 1), dtype=np.int64)
         corpus_of, windows = self._windows(step)
         for k, corpus in enumerate(self._corpora):

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_tpu import hub
-from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.files import PACKED, SUFFIXES, Continuation, Skip, kind_of, read_file
+from nanogpt_tpu.errors import PausedError, UserError
+from nanogpt_tpu.files import PACKED, SUFFIXES, Piece, Skip, has_text, kind_of, peek, read_file
 
 BUILT_IN = ("demo", "poems")
 _SKIPPED_LIBRARY_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
-_START: dict[str, Any] = {"file": 0, "place": None, "num_read": 0, "skipped": {}, "mended": {}}
+_START: dict[str, Any] = {
+    "file": 0, "place": None, "num_read": 0, "crc": 0, "skipped": {}, "mended": {}
+}  # fmt: skip
 Documents = Callable[[], Iterable[str]]
 Origin = str | Path | Documents
 
@@ -68,7 +70,7 @@ class Reader:
             )
         self._mended: dict[str, tuple[int, str]] = {}  # how much in a file, and where first
         self._at: tuple[int, Any] = (0, None)  # file, place in it
-        self.num_read = 0
+        self.num_read, self.crc = 0, 0  # of all texts given so far: how many, and a checksum
 
     @property
     def num_bytes(self) -> int:
@@ -80,6 +82,14 @@ class Reader:
         """Fingerprint of the files: sha256 over the sizes and 64 pieces of each."""
         files = (path for path in self._files if isinstance(path, Path))
         return sha256(b"".join(map(fingerprint, files))).hexdigest()
+
+    def known_fields(self) -> str:
+        """What the first JSON file's first records hold, for an error about a missing field."""
+        for path in self._files:
+            if isinstance(path, Path) and kind_of(path) == ".jsonl":
+                names = sorted({name for record in peek(path) for name in record})
+                return f"; {path} has the fields {', '.join(names)}: name one with --text-field"
+        return ""
 
     @property
     def warnings(self) -> list[str]:
@@ -96,22 +106,42 @@ class Reader:
             "file": file,
             "place": place() if callable(place) else place,
             "num_read": self.num_read,
+            "crc": self.crc,
             "skipped": dict(self.num_skipped),
             "mended": dict(self._mended),
         }
 
     def __iter__(self) -> Iterator[str]:
         """Documents with text in them, in the order of the sources."""
-        return self.read_from(None)
+        return self._read_on(_START)
 
-    def read_from(self, state: dict[str, Any] | None) -> Iterator[str]:
+    def read_from(self, state: dict[str, Any] | None, is_mended: bool = False) -> Iterator[str]:
         """The documents that follow those read when `state()` gave this; None: all of them.
+
+        What may be others than then (a mended source, Python's) is read from the beginning.
 
         Raises:
             UserError: unreadable, damaged or undecodable source; the file and the place are given.
+            PausedError: what comes before `state` is not what it was.
         """
-        state = state or _START
-        self.num_read = state["num_read"]
+        if state and (is_mended or any(map(callable, self._files))):
+            return self.skip(iter(self), state)
+        return self._read_on(state or _START)
+
+    def skip(self, texts: Iterator[str], state: dict[str, Any]) -> Iterator[str]:
+        """Of texts made from all that this reader gives, those that follow `state`."""
+        for _ in texts:
+            if self.num_read >= state["num_read"]:
+                break
+        if (self.num_read, self.crc) != (state["num_read"], state["crc"]):
+            raise PausedError(
+                "the source was changed before the place where the unfinished work stands: give "
+                "it as it was, or delete .partial in the data folder to begin again"
+            )
+        return texts
+
+    def _read_on(self, state: dict[str, Any]) -> Iterator[str]:
+        self.num_read, self.crc = state["num_read"], state["crc"]
         self.num_skipped.clear()
         self.num_skipped.update(state["skipped"])
         self._mended = {name: (count, at) for name, (count, at) in state["mended"].items()}
@@ -121,10 +151,8 @@ class Reader:
             try:
                 yield from self._read(number, place)
             except OSError as error:
-                reason = error.strerror or " ".join(str(error).split())
-                raise UserError(
-                    f"source {self._files[number]} cannot be read ({reason})"
-                ) from error
+                reason, name = error.strerror or " ".join(str(error).split()), self._files[number]
+                raise UserError(f"source {name} cannot be read ({reason})") from error
             place = None
         self._at = len(self._files), None
 
@@ -138,8 +166,9 @@ class Reader:
             self._at = number, after
             if every > 1 and (_count(place) + nth - 1) % every != index:
                 continue
-            if isinstance(text, Continuation) or (_has_text(text) and not isinstance(text, Skip)):
+            if isinstance(text, Piece) or (has_text(text) and not isinstance(text, Skip)):
                 self.num_read += 1
+                self.crc = zlib.crc32(text.encode("utf-8", "surrogatepass") + b"\0", self.crc)
                 yield text
             else:
                 self.num_skipped[str(text) if isinstance(text, Skip) else "empty"] += 1
@@ -150,7 +179,7 @@ class Reader:
         if isinstance(origin, Path):
             records = read_file(origin, self.text_field, place or 0, self._note)
         elif callable(origin):
-            records = _read_python(origin, place or {"count": 0, "crc": 0})
+            records = _read_python(origin)
         elif origin in BUILT_IN:
             texts = demo_documents() if origin == "demo" else poems()
             records = list(enumerate(texts, start=1))[place or 0 :]
@@ -168,11 +197,6 @@ class Reader:
 
 def _count(place: Any) -> int:
     return place["count"] if isinstance(place, dict) else place or 0
-
-
-def _has_text(text: str) -> bool:
-    text = text.removeprefix("\ufeff")
-    return text != "" and not text.isspace()
 
 
 def _suffixes() -> str:
@@ -200,22 +224,11 @@ def _find(source: str | Documents) -> list[Origin]:
     return list(found)
 
 
-def _read_python(origin: Documents, place: dict[str, int]) -> Iterator[tuple[Any, object]]:
-    """What a function gives, after those documents that were taken before and must be the same.
-
-    Raises:
-        UserError: they are not.
-    """
-    crc = 0
-    for count, text in enumerate(origin(), start=1):
-        crc = zlib.crc32(str(text).encode("utf-8", "surrogatepass"), crc)
-        if count == place["count"] and crc != place["crc"]:
-            raise UserError(
-                f"the first {count} documents are not those that were prepared before: delete the "
-                "data folder's .partial to begin again"
-            )
-        if count > place["count"]:
-            yield {"count": count, "crc": crc}, text
+def _read_python(origin: Documents) -> Iterable[tuple[Any, object]]:
+    texts = origin()
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise UserError(f"a source function returned {texts!r}: it must return strings to iterate")
+    return enumerate(texts, start=1)
 
 
 def poems() -> list[str]:

@@ -1,35 +1,37 @@
 """A data folder in the making: what was asked for, the journal of what is done, the last move.
 
-All lies in the folder `.partial` until it is whole. A mistake of the user's leaves nothing there;
-what a kill, a full disk or a lost connection stops stays, and the same call goes on from it.
+All lies in the folder `.partial` until it is whole. Whatever stops the work, what is done stays
+there and the same call goes on from it, also with a source that was mended behind that place.
 """
 
 import json
+import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nanogpt_tpu.clean import Cleaning
-from nanogpt_tpu.errors import PausedError, UserError, between, positive, well_typed
+from nanogpt_tpu.errors import PausedError, StaleError, UserError, between, positive
 from nanogpt_tpu.manifest import MANIFEST, Manifest
-from nanogpt_tpu.shardfile import HEADER_BYTES, read_shard
-from nanogpt_tpu.tokenizer import FILE_NAME
+from nanogpt_tpu.shardfile import HEADER_BYTES, write_text
+from nanogpt_tpu.tokenizer import FILE_NAME, verify
 
 MIN_FREE_BYTES = 64 * 2**20
 _JOURNAL = "journal.json"
+_SOURCE_FIELDS = {"source_bytes", "source_sample"}
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(Cleaning):
     """How a data folder was made; the manifest keeps it, to know the same call again."""
 
     source_bytes: int
     source_sample: str
-    """Fingerprint of the source's files and of a tokenizer file: other text is other data."""
+    """Fingerprint of the source's files: other text is other data."""
     tokenizer: str | None
     train_tokenizer: int | None
     val_tokens: int
@@ -38,33 +40,88 @@ class Settings:
     text_field: str | None
     max_output_bytes: int | None = None
     part: str | None = None
-    strip_html: bool = False
-    collapse_blank: bool = False
-    min_chars: int | None = None
-    script: str | None = None
-    drop_duplicates: str | None = None
+    tokenizer_sample: str | None = None
+    """Fingerprint of a tokenizer file."""
 
     def __post_init__(self) -> None:
-        well_typed(self)
+        super().__post_init__()
         positive(self, "train_tokenizer", "max_tokens")
         between(self, 0, 2**40, "val_tokens")
         between(self, 1, 2**31 - 1, "shard_tokens")  # its header counts in int32
         if self.max_output_bytes is not None:
             between(self, 2**20, 2**50, "max_output_bytes")
+        if self.text_field == "":
+            raise UserError("text_field is '': name a field or column, or leave it out")
 
-    @property
-    def cleaning(self) -> Cleaning:
-        """The part of the settings that is about cleaning."""
-        return Cleaning(**{name: getattr(self, name) for name in Cleaning.__dataclass_fields__})
+    def token_limit(self, itemsize: int, tokenizer_bytes: int) -> int | None:
+        """The most tokens of `itemsize` bytes that may be written; None: no limit.
 
-    def token_limit(self, itemsize: int) -> int | None:
-        """The most tokens of `itemsize` bytes that may be written; None: no limit."""
+        Raises:
+            UserError: there is no room for any beside tokenizer.json and the manifest.
+        """
         if self.max_output_bytes is None:
             return self.max_tokens
-        num_bytes = self.max_output_bytes - 2**19  # manifest and headers are under half a MiB here
+        beside = tokenizer_bytes + 2**19  # manifest and headers are under half a MiB here
+        num_bytes = self.max_output_bytes - beside
         num_bytes -= num_bytes // (self.shard_tokens * itemsize + HEADER_BYTES) * HEADER_BYTES
-        limit = max(1, num_bytes // itemsize)
+        limit = num_bytes // itemsize
+        if limit < 1:
+            raise UserError(
+                f"max_output_bytes is {self.max_output_bytes}: {FILE_NAME} and the manifest take "
+                f"up to {beside} of them; allow more"
+            )
         return limit if self.max_tokens is None else min(limit, self.max_tokens)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder, made if it is missing, for this process alone; left empty it goes again.
+
+    Raises:
+        UserError: it cannot be made, or another process is at work in it.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = _lock(folder)
+    except BlockingIOError as error:
+        raise UserError(
+            f"another process is at work in {folder}: wait for it, or choose another --out"
+        ) from error
+    except OSError as error:
+        raise UserError(f"data folder {folder} cannot be written ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # not empty: all went well
+                path.rmdir()
+        os.close(handle)
+
+
+def _lock(folder: Path) -> int:
+    """A lock that ends with this process, however it ends; closing the handle gives it up."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_TEMPORARY)
+        try:
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        except OSError as error:
+            os.close(handle)
+            raise BlockingIOError from error
+        return handle
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(handle), folder.stat()):
+            raise BlockingIOError  # whoever had it has removed the folder meanwhile
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 class Staging:
@@ -72,9 +129,11 @@ class Staging:
 
     def __init__(self, target: Path, source: str, settings: Settings) -> None:
         self.target, self.folder = target, target / ".partial"
-        self._call = {"source": source, **asdict(settings)}
+        self.call = {"source": source, **asdict(settings)}
         self._settings = settings
         self.journal: dict[str, Any] = {}
+        self.is_mended = False
+        """Whether the source is not as it was when the work was left."""
 
     def existing(self) -> Manifest | None:
         """The manifest already in the folder, if the same call made it."""
@@ -87,81 +146,89 @@ class Staging:
             return None
         manifest = Manifest.load(folder)
         self._refuse_other({"source": manifest.source, **manifest.settings}, "already holds data")
-        for shards in manifest.splits.values():
-            for shard in shards:
-                read_shard(folder / shard.file)
+        verify(folder, manifest)
         shutil.rmtree(self.folder, ignore_errors=True)  # a kill after the last move left it
         print(f"{folder} already holds this data: nothing to do", file=sys.stderr)
         return manifest
 
-    def _refuse_other(self, then: dict[str, Any], what: str) -> None:
-        for name in sorted(then.keys() | self._call.keys()):
-            if (then.get(name) or None) != (self._call.get(name) or None):
+    def _refuse_other(self, then: dict[str, Any], what: str, passed: Collection[str] = ()) -> None:
+        for name in sorted((then.keys() | self.call.keys()) - set(passed)):
+            if (then.get(name) or None) != (self.call.get(name) or None):
                 raise UserError(
                     f"{self.target} {what} made with {name} {then.get(name)!r}, now it is "
-                    f"{self._call.get(name)!r}: choose another --out, or delete that one"
+                    f"{self.call.get(name)!r}: choose another --out, or delete that one"
                 )
 
     def check_space(self) -> None:
         """Refuse a corpus that will surely not fit; the size of packed ones is not known."""
-        above = (self.target, *self.target.absolute().parents)
-        home = next(path for path in above if path.exists())
-        free_bytes = shutil.disk_usage(home).free
-        limit = self._settings.token_limit(2)
-        least_bytes = (
-            self._settings.source_bytes // (1 if self._settings.tokenizer == "bytes" else 6) * 2
-        )
+        free_bytes = shutil.disk_usage(self.target).free
+        limit = self._settings.token_limit(2, 0)
+        bytes_per_token = 1 if self._settings.tokenizer == "bytes" else 6
+        least_bytes = self._settings.source_bytes // bytes_per_token * 2
         least_bytes = least_bytes if limit is None else min(least_bytes, 2 * limit)
         if free_bytes < least_bytes + MIN_FREE_BYTES and not self.folder.exists():
             raise UserError(
-                f"{home} has {free_bytes / 1e9:.2f} GB free, the shards will take about "
+                f"{self.target} has {free_bytes / 1e9:.2f} GB free, the shards will take about "
                 f"{least_bytes / 1e9:.2f} GB or more: free some, choose another --out, or limit it "
                 "with --max-output-bytes, --max-tokens or --part"
             )
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """The folder with its journal read; a mistake of the user's leaves nothing behind."""
-        missing = [path for path in (self.target, *self.target.parents) if not path.exists()]
-        is_kept = (self.folder / _JOURNAL).exists()  # until it is known to be this call's
-        try:
-            self._read()
-            is_kept = False
-            yield
-        except (OSError, KeyboardInterrupt, PausedError) as error:
-            is_kept = self._has_work()
-            if not isinstance(error, OSError):
-                raise
-            kept = "; what is done is kept, the same command goes on" if is_kept else ""
-            raise UserError(
-                f"data folder {self.target} cannot be written ({error.strerror}){kept}"
-            ) from error
-        finally:
-            if not is_kept:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            for path in missing:
-                with suppress(OSError):  # not empty: all went well
-                    path.rmdir()
+        """The folder with its journal read; whatever stops the work, what is done stays.
 
-    def _read(self) -> None:
-        """What an earlier call left, if it was for the same; else an empty one is begun."""
+        Raises:
+            UserError: unfinished work of another call lies there, or it cannot be written.
+            PausedError: a mistake of the user's that stopped work of which a part is done.
+        """
+        self._resume()
+        try:
+            if not self.journal:
+                self._begin()
+            yield
+        except BaseException as error:
+            if self.journal.get("writer"):
+                with suppress(OSError):  # full: then an earlier one stands there
+                    self.save()
+            kept = "; what is done is kept, the same command goes on"
+            if isinstance(error, StaleError) or not self._has_work():
+                shutil.rmtree(self.folder, ignore_errors=True)
+                kept = ""
+            if isinstance(error, OSError):
+                raise UserError(
+                    f"data folder {self.target} cannot be written ({error.strerror}){kept}"
+                ) from error
+            if kept and isinstance(error, UserError) and not isinstance(error, PausedError):
+                raise PausedError(f"{error}{kept}") from error
+            raise
+
+    def _resume(self) -> None:
+        """Read what an earlier call left, if it was for the same."""
         path = self.folder / _JOURNAL
-        if path.exists():
-            self.journal = json.loads(path.read_text("utf-8"))
-            self._refuse_other(self.journal["call"], "holds unfinished work")
-            print(f"Going on after {self.journal['num_tokens']:,} tokens", file=sys.stderr)
+        if not path.exists():
             return
+        try:
+            journal = json.loads(path.read_text("utf-8"))
+            then, num_tokens = journal["call"], journal["num_tokens"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} is damaged: delete {self.folder} to begin again") from error
+        # A mended source is compared text by text; but a tokenizer learned from the old one.
+        mended = set() if self._settings.train_tokenizer else _SOURCE_FIELDS
+        self._refuse_other(then, "holds unfinished work", mended)
+        self.is_mended = any(then.get(name) != self.call[name] for name in _SOURCE_FIELDS)
+        self.journal = journal
+        print(f"Going on after {num_tokens:,} tokens", file=sys.stderr)
+
+    def _begin(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         done = {"reader": None, "writer": None, "num_documents": 0, "num_tokens": 0}
-        self.journal = {"call": self._call, **done}
+        self.journal = {"call": self.call, **done}
         self.save()
 
     def save(self) -> None:
         """Write the journal, at once or not at all; what it tells of must lie on disk."""
-        partial = self.folder / f"{_JOURNAL}.tmp"
-        partial.write_text(json.dumps(self.journal), "utf-8")
-        partial.replace(self.folder / _JOURNAL)
+        write_text(self.folder / _JOURNAL, json.dumps(self.journal))
 
     def check_disk(self) -> None:
         """Stop while there is still room to write what is needed to go on.
@@ -180,7 +247,8 @@ class Staging:
     def _has_work(self) -> bool:
         with suppress(OSError, ValueError):
             journal = json.loads((self.folder / _JOURNAL).read_text("utf-8"))
-            return journal["num_tokens"] > 0 or (self.folder / FILE_NAME).exists()
+            is_trained = bool(self._settings.train_tokenizer) and (self.folder / FILE_NAME).exists()
+            return journal["num_tokens"] > 0 or is_trained
         return False
 
     def publish(self) -> None:

@@ -18,8 +18,8 @@ from nanogpt_tpu.checkpoint import (
 )
 from nanogpt_tpu.config import BatchPlan, TrainConfig, preset
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.metrics import METRICS, SAMPLES
-from nanogpt_tpu.shards import Manifest
 from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
 
 # Each of these decides the weights or the batches: a resumed run must share them.

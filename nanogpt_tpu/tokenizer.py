@@ -12,8 +12,10 @@ and for prompts alike.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ import tokenizers
 
 from nanogpt_tpu.encode import EOT_TEXT, Encoder, clean_text
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.manifest import folder_of, is_of_others
+from nanogpt_tpu.manifest import Manifest, folder_of, is_of_others
+from nanogpt_tpu.shardfile import AGAIN, verify_shard, write_text
 from nanogpt_tpu.vocabulary import (
     BYTE_OF_CHAR,
     CHAR_OF_BYTE,
@@ -37,6 +40,9 @@ BYTES_SHA256 = "0d68d2ff8b82dd53fb546b9a33d21ff292cb3260488e2a967612da1751aa2185
 MIN_VOCAB_SIZE = 257  # 256 bytes and end-of-text: below that some text could not be encoded
 MAX_VOCAB_SIZE = 2**20
 
+
+# Training takes time with the square of a word's length: longer ones are cut, here only.
+_LONG_RUN = re.compile(r"(\S{2000}|\s{2000})")
 
 _SPLITTING = {
     "type": "ByteLevel", "add_prefix_space": False, "use_regex": True, "trim_offsets": True
@@ -116,11 +122,8 @@ class Tokenizer:
 
     def save(self, folder: Path) -> Path:
         """Write `tokenizer.json` into `folder`."""
-        path = folder / FILE_NAME
-        partial = path.with_suffix(".json.tmp")
-        partial.write_text(self._core.to_str(), encoding="utf-8")
-        partial.replace(path)
-        return path
+        write_text(folder / FILE_NAME, self._core.to_str())
+        return folder / FILE_NAME
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
@@ -151,12 +154,39 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
         raise UserError(f"{path} is not a readable tokenizer.json ({error})") from error
 
 
-def _make_ordinary(content: dict[str, Any]) -> None:
-    """Turn off what would cut text, add ids to it or find control ids in it.
+def tokenizer_of(data: str | os.PathLike[str], manifest: Manifest) -> Tokenizer:
+    """The tokenizer of a data folder or a mixture, sure to be the one that made its shards.
 
     Raises:
-        UserError: this is no byte-level BPE as GPT-2's, in which every text round-trips.
+        UserError: it is missing, damaged or another one.
     """
+    try:
+        tokenizer = load_tokenizer(data)
+    except UserError as error:
+        raise UserError(f"{error}; or {AGAIN}") from error
+    found, then = tokenizer.describe(), manifest.tokenizer
+    if differing := [key for key in ("sha256", "vocab_size", "eot_id") if found[key] != then[key]]:
+        raise UserError(
+            f"{folder_of(data) / FILE_NAME} is not the tokenizer that made these shards: "
+            f"{', '.join(differing)} differ from the manifest; {AGAIN}"
+        )
+    return tokenizer
+
+
+def verify(folder: Path, manifest: Manifest) -> Tokenizer:
+    """Compare every file of one data folder with its manifest; its tokenizer.
+
+    Raises:
+        UserError: one is missing or was changed.
+    """
+    for shards in manifest.splits.values():
+        for shard in shards:
+            verify_shard(folder / shard.file, shard)
+    return tokenizer_of(folder, manifest)
+
+
+def _make_ordinary(content: dict[str, Any]) -> None:
+    """Turn off what would cut text, add ids to it or find control ids in it."""
     model, added = content["model"], content.get("added_tokens") or []
     if "merges" not in model or not BYTE_OF_CHAR.keys() <= model["vocab"].keys():
         raise UserError("no byte-level BPE with all 256 bytes")
@@ -186,15 +216,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"a vocabulary of {vocab_size} is out of range: from {MIN_VOCAB_SIZE} (256 bytes and "
             f"end-of-text, so that any text can be encoded) to {MAX_VOCAB_SIZE}"
         )
-    seen = False
-
-    def cleaned() -> Iterator[str]:
-        nonlocal seen
-        for text in texts:
-            if text.strip():
-                seen = True
-                yield clean_text(text)
-
+    cleaned = (clean_text(text) for text in texts if text.strip())
+    first = next(cleaned, None)
+    if first is None:
+        raise UserError("no text to train a tokenizer on: the source has only empty documents")
+    words = (filter(None, _LONG_RUN.split(text)) for text in chain([first], cleaned))
     core = _empty_core(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -202,9 +228,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=CHAR_OF_BYTE,
         show_progress=False,
     )
-    core.train_from_iterator(cleaned(), trainer)
-    if not seen:
-        raise UserError("no text to train a tokenizer on: the source has only empty documents")
+    core.train_from_iterator(chain.from_iterable(words), trainer)
     return Tokenizer(core)
 
 

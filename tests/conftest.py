@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from nanogpt_tpu.shardfile import ShardInfo, hash_file, header_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, threads only wait
 
@@ -24,6 +27,12 @@ def make_documents(count: int, num_words: int = 80) -> list[str]:
     rng = random.Random(7)
     weights = [1 / (rank + 1) for rank in range(len(WORDS))]
     return [" ".join(rng.choices(WORDS, weights, k=num_words)) for _ in range(count)]
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> ShardInfo:
+    """A whole shard of uint16 or uint32 tokens at once, as `Writer` writes it bit by bit."""
+    path.write_bytes(header_of(tokens.dtype, tokens.size) + tokens.tobytes())
+    return ShardInfo(path.name, tokens.size, hash_file(path))
 
 
 @pytest.fixture(scope="session")

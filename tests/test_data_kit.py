@@ -10,16 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_documents
+from conftest import make_documents, write_shard
 
-from nanogpt_tpu import staging
+from nanogpt_tpu import files, staging
 from nanogpt_tpu.clean import Cleaning
-from nanogpt_tpu.encode import PIECE_CHARS, Pool, cut
+from nanogpt_tpu.encode import PIECE_CHARS, cut, encode_all
 from nanogpt_tpu.errors import PausedError, UserError
 from nanogpt_tpu.inspection import inspect
+from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.merge import merge
 from nanogpt_tpu.prepare import prepare
-from nanogpt_tpu.shards import Manifest, ShardLoader, read_shard, write_shard
+from nanogpt_tpu.shardfile import read_shard
+from nanogpt_tpu.shards import ShardLoader
 from nanogpt_tpu.sources import Reader
 from nanogpt_tpu.tokenizer import EOT_TEXT, load_tokenizer, train_tokenizer
 
@@ -112,7 +114,7 @@ def test_other_documents_than_before_are_refused():
     next(texts := reader.read_from(None))
     next(texts)
     other = Reader((lambda: iter(["a", "x", "c"]),))
-    with pytest.raises(UserError, match="are not those that were prepared before"):
+    with pytest.raises(UserError, match="the source was changed before"):
         list(other.read_from(reader.state()))
 
 
@@ -142,12 +144,49 @@ def test_a_long_text_is_read_in_pieces_that_give_the_same_ids(tmp_path, monkeypa
     text = " ".join(make_documents(400))
     (tmp_path / "a.txt").write_bytes(text.encode().replace(b"\n", b"\r\n"))
     prepare(tmp_path / "a.txt", tmp_path / "whole", train_tokenizer=400, workers=1)
-    from nanogpt_tpu import files
-
     monkeypatch.setattr(files, "BLOCK_BYTES", 5000)
     prepare(tmp_path / "a.txt", tmp_path / "pieces", train_tokenizer=400, workers=2)
     assert stream(tmp_path / "pieces") == stream(tmp_path / "whole")
     assert Manifest.load(tmp_path / "pieces").num_documents == 1
+
+
+def test_long_texts_are_cleaned_as_a_whole(tmp_path, monkeypatch):
+    """Both begin alike and are read in pieces; a copy of one is a duplicate."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", 5000)
+    begin = " ".join(make_documents(40))
+    texts = [begin + " one end", begin + " another end", begin + " one end", "short", "short"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, "utf-8")
+    manifest = prepare(tmp_path, tmp_path / "data", "bytes", drop_duplicates="exact", workers=1)
+    assert manifest.num_skipped == {"exact duplicate": 2}
+    expected = [[256, *text.encode()] for text in (*texts[:2], "short")]
+    assert stream(tmp_path / "data") == [token for ids in expected for token in ids]
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_a_text_behind_many_blanks_is_a_document_of_its_own(tmp_path, monkeypatch, stop):
+    monkeypatch.setattr(files, "BLOCK_BYTES", 100)
+    texts = [
+        "one",
+        "\n" * 250 + "two " + " " * 250 + "two",
+        " " * 350,
+        "\ufeff" + " " * 350,
+        "four",
+    ]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, "utf-8")
+    reader = Reader((str(tmp_path),))
+    pieces = list(reader)
+    assert "".join(pieces) == texts[0] + texts[1] + texts[4]
+    assert sum(getattr(piece, "begins", True) for piece in pieces) == 3
+    assert sum(getattr(piece, "ends", True) for piece in pieces) == 3
+    assert reader.num_skipped == {"empty": 2}
+    first, second = Reader((str(tmp_path),)), Reader((str(tmp_path),))
+    got = list(islice(first.read_from(None), stop))
+    assert got + list(second.read_from(first.state())) == pieces
+    prepare(tmp_path, tmp_path / "data", "bytes")
+    expected = [[256, *text.encode()] for text in (texts[0], texts[1], texts[4])]
+    assert stream(tmp_path / "data") == [token for ids in expected for token in ids]
 
 
 @pytest.mark.parametrize("char", [" ", "\n", "a", "好", "\r\n"])
@@ -167,9 +206,8 @@ def test_the_fast_way_gives_the_same_ids(gpt2_files, tmp_path):
         expected = [i for ids in tokenizer.encode_batch(texts) for i in (tokenizer.eot_id, *ids)]
         assert tokenizer.encoder(texts).tolist() == expected
         assert tokenizer.encoder(texts[:1], True).tolist() == tokenizer.encode(texts[0])
-        with Pool(tokenizer.encoder, 3) as pool:
-            batches = [([text], False, number) for number, text in enumerate(texts)]
-            found = list(pool.encode(batches))
+        batches = [([text], False, number) for number, text in enumerate(texts)]
+        found = list(encode_all(tokenizer.encoder, batches, 3))
         assert [tag for _, tag in found] == list(range(len(texts)))
         assert np.concatenate([ids for ids, _ in found]).tolist() == expected
     assert own.encoder.fast is not None
@@ -185,7 +223,7 @@ def test_the_fast_way_gives_the_same_ids(gpt2_files, tmp_path):
 # Parts, limits, disk
 
 
-def test_parts_and_merge(tmp_path):
+def test_parts_and_merge(tmp_path, gpt2_files):
     texts = [f"{n} {text}" for n, text in enumerate(make_documents(90))]
     for number in range(3):
         lines = [json.dumps({"text": text}) for text in texts[number::3]]
@@ -203,16 +241,20 @@ def test_parts_and_merge(tmp_path):
         merge([parts[0], parts[0]], tmp_path / "twice")
     with pytest.raises(UserError, match="is not empty"):
         merge(parts, tmp_path / "all5")
+    np.save(shards_of(tmp_path / "npy") / "a_train_000001.npy", np.arange(99, dtype=np.uint16))
+    with pytest.raises(UserError, match="has no header as ours"):
+        merge([tmp_path / "npy"], tmp_path / "out of npy")
     for wrong in ("0/2", "3/2", "1", "a/b"):
         with pytest.raises(UserError, match="part is"):
             prepare("demo", tmp_path / "x", "bytes", part=wrong)
 
 
-def test_output_is_kept_below_its_limit(tmp_path):
-    (tmp_path / "a.txt").write_text("word " * 1_000_000, "utf-8")
-    prepare(tmp_path / "a.txt", tmp_path / "data", "bytes", max_output_bytes=2**21)
+@pytest.mark.parametrize(("tokenizer", "limit"), [("bytes", 2**21), ("gpt2", 2**23)])
+def test_output_is_kept_below_its_limit(tmp_path, gpt2_files, tokenizer, limit):
+    (tmp_path / "a.txt").write_text("a word " * 2_000_000, "utf-8")
+    prepare(tmp_path / "a.txt", tmp_path / "data", tokenizer, max_output_bytes=limit)
     size = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
-    assert 0.7 * 2**21 < size <= 2**21
+    assert 0.7 * limit < size <= limit
 
 
 def test_a_disk_too_small_is_told_before(tmp_path, monkeypatch):
@@ -322,7 +364,11 @@ def test_a_mixture_keeps_its_shares_and_is_a_function_of_seed_and_step(tmp_path)
     first, second = Manifest.load(data), Manifest.load(f"{low}:2 {high}:2")
     assert first.identity != second.identity
     assert first.num_tokens("train") == 801 * 2 + 401
-    for wrong in (f"{low}:1 {high}", f"{low}:0 {high}:1"):
+    (tmp_path / "with a space").mkdir()
+    spaced = shards_of(tmp_path / "with a space" / "b", np.arange(10_000, 10_401))
+    beside = ShardLoader(f"{low}:3 {spaced}:1", "train", 8, 10, 5)
+    assert (beside(7)[0] == loader(7)[0]).all()
+    for wrong in (f"{low}:1 {high}", f"{low}:0 {high}:1", f"{low}:1 {low}:2"):
         with pytest.raises(UserError, match="a mixture is"):
             Manifest.load(wrong)
     prepare("poems", tmp_path / "own", "bytes")
@@ -368,7 +414,10 @@ def test_formats_of_others(tmp_path, gpt2_files):
             "no end-of-text id in any shard: the model cannot learn where texts end"
         ]
     assert batches[0] == batches[1] == batches[2]
-    with pytest.raises(UserError, match="no shards"):
+    with pytest.raises(UserError, match=r"no shards .*headerless train.bin is read as nanogpt:"):
+        Manifest.load(folders["nanogpt"])
+    (folders["nanogpt"] / "train.bin").rename(folders["nanogpt"] / "train_000000.bin")
+    with pytest.raises(UserError, match=r"no token shard: magic .*as nanogpt:"):
         Manifest.load(folders["nanogpt"])
     np.save(folders["npy"] / "edufineweb_train_000001.npy", np.zeros((2, 2)))
     with pytest.raises(UserError, match="float64 of shape"):

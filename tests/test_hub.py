@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO, make_documents
+from conftest import REPO, make_documents, write_shard
 from hub_server import HubServer
 
-from nanogpt_tpu.shards import Manifest, read_shard, write_shard
+from nanogpt_tpu.manifest import Manifest
+from nanogpt_tpu.shardfile import read_shard
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("datasets")

@@ -17,7 +17,6 @@ LAYERS = (
         "tokenizer",
         "shards",
         "sources",
-        "writer",
         "metrics",
         "stopping",
         "attention",

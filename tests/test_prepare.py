@@ -1,17 +1,24 @@
 """Documents to shards: what is in them, and that a failure leaves nothing."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_documents
+from conftest import REPO, make_documents
 
+from nanogpt_tpu import encode
+from nanogpt_tpu.cli import main
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.inspection import inspect
+from nanogpt_tpu.manifest import Manifest
+from nanogpt_tpu.merge import merge
 from nanogpt_tpu.prepare import prepare
-from nanogpt_tpu.shards import Manifest, read_shard
-from nanogpt_tpu.tokenizer import EOT_TEXT, load_tokenizer
+from nanogpt_tpu.shardfile import read_shard
+from nanogpt_tpu.tokenizer import EOT_TEXT, load_tokenizer, train_tokenizer
 
 EOT = 256  # of the bytes tokenizer
 
@@ -204,14 +211,55 @@ def test_any_locale_gives_the_same_bytes(run_python, tmp_path):
         ({"train_tokenizer": 50}, ["vocabulary of 50", "257"]),
         ({"val_tokens": 1e5}, ["val_tokens is 100000.0", "a whole number"]),
         ({"tokenizer": "missing.json"}, ["missing.json", "give gpt2, bytes"]),
-        ({"text_field": "lyrics"}, ["has no text", "2 no 'lyrics'"]),
+        ({"text_field": "lyrics"}, ["has no text", "2 no 'lyrics'", "has the fields text"]),
+        ({"text_field": ""}, ["text_field is ''"]),
+        ({"script": ""}, ["script ''"]),
+        ({"tokenizer": True}, ["tokenizer is True"]),
+        ({"tokenizer": ""}, ["tokenizer is ''"]),
+        ({"max_output_bytes": 2**20, "tokenizer": "gpt2"}, ["max_output_bytes", "tokenizer.json"]),
+        ({"train_tokenizer": 300, "part": "1/2"}, ["part 1/2", "train once"]),
     ],
 )
-def test_wrong_settings(tmp_path, options, parts):
+def test_wrong_settings(tmp_path, gpt2_files, options, parts):
     with pytest.raises(UserError) as caught:
         make(tmp_path, ["hello", "bye"], **options)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (5, "source is 5"),
+        ([5], "source is 5"),
+        ("", "source is ''"),
+        (["demo", ""], "source is ''"),
+        ([], "no source"),
+        (lambda: 5, "returned 5"),
+        (lambda: "text", "returned 'text'"),
+        ("fineweb-shards:0", "fineweb-shards:0"),
+        ("fineweb-shards:-1", "fineweb-shards:-1"),
+        ("fineweb-shards:x", "fineweb-shards:x"),
+    ],
+)
+def test_what_is_no_source(tmp_path, source, what):
+    assert what in refusal(source, tmp_path / "data", "bytes")
+    assert not (tmp_path / "data").exists()
+
+
+def test_no_folder_to_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "out is ''" in refusal("poems", "", "bytes")
+    assert "out is None" in refusal("poems", None, "bytes")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_folder_without_one_is_not_gpt2(tmp_path):
+    make(tmp_path, ["hello"])
+    for name in ("tokenizer.json", "manifest.json"):
+        (tmp_path / "data" / name).unlink()
+    message = refusal("poems", tmp_path / "new", tmp_path / "data")
+    assert "no tokenizer at" in message and str(tmp_path / "data") in message
 
 
 @pytest.mark.parametrize("options", [{"tokenizer": "bytes"}, {"train_tokenizer": 300}])
@@ -230,14 +278,163 @@ def test_sources_that_are_not_there(tmp_path, name):
 
 
 @pytest.mark.parametrize("options", [{"tokenizer": "bytes"}, {"train_tokenizer": 300}])
-def test_a_failure_half_way_leaves_nothing(tmp_path, options):
-    """Shards were already full when the bad line came."""
-    source = write_records(tmp_path / "a.jsonl", make_documents(600))
+def test_a_failure_before_anything_is_done_leaves_nothing(tmp_path, options):
+    source = write_records(tmp_path / "a.jsonl", make_documents(60))
     with source.open("a", encoding="utf-8") as file:
         file.write('{"text": "cut')
     message = refusal(source, tmp_path / "data", val_tokens=50, shard_tokens=1000, **options)
-    assert message.startswith(f"{source}:601 is not JSON")
+    assert message.startswith(f"{source}:61 is not JSON") and "kept" not in message
     assert list(tmp_path.iterdir()) == [source]
+
+
+# What is done is kept: hours of work are worth more than a folder that looks untouched
+
+SMALL = {"val_tokens": 50, "shard_tokens": 1000}
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    """Batches so small that work is done before a failure comes."""
+    monkeypatch.setattr(sys.modules[prepare.__module__], "BATCH_CHARS", 5000)
+
+
+def damage(source: Path, line: int) -> None:
+    lines = source.read_text("utf-8").splitlines()
+    lines[line] = '{"text": "cut'
+    source.write_text("\n".join(lines), "utf-8")
+
+
+def same_as_undisturbed(tmp_path: Path, source: Path, **options) -> bool:
+    prepare(source, tmp_path / "undisturbed", "bytes", **SMALL, **options)
+    return contents(tmp_path / "undisturbed") == contents(tmp_path / "data")
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_duplicates": "exact"}, {"workers": 2}])
+@pytest.mark.parametrize("mend", ["a line", "the rest"])
+def test_a_damaged_source_is_mended_and_the_same_command_goes_on(
+    tmp_path, capsys, small_batches, options, mend
+):
+    texts = [f"{n} {text}" for n, text in enumerate(make_documents(300))]
+    source = write_records(tmp_path / "a.jsonl", texts)
+    damage(source, 250)
+    message = refusal(source, tmp_path / "data", "bytes", **SMALL, **options)
+    assert message.startswith(f"{source}:251 is not JSON") and "is kept" in message
+    assert contents(tmp_path / "data" / ".partial").keys() >= {"journal.json"}
+    write_records(source, texts if mend == "a line" else texts[:250])
+    prepare(source, tmp_path / "data", "bytes", **SMALL, **options)
+    assert "Going on after" in capsys.readouterr().err
+    assert same_as_undisturbed(tmp_path, source, **options)
+
+
+def test_a_source_changed_before_the_place_is_not_gone_on_with(tmp_path, capsys, small_batches):
+    texts = make_documents(300)
+    source = write_records(tmp_path / "a.jsonl", texts)
+    damage(source, 250)
+    refusal(source, tmp_path / "data", "bytes", **SMALL)
+    for _ in range(2):  # nor the second time
+        write_records(source, ["another", *texts[1:]])
+        message = refusal(source, tmp_path / "data", "bytes", **SMALL)
+        assert "the source was changed before the place" in message and ".partial" in message
+    write_records(source, texts)
+    prepare(source, tmp_path / "data", "bytes", **SMALL)
+    assert same_as_undisturbed(tmp_path, source)
+
+
+def test_another_tokenizer_file_does_not_go_on(tmp_path, small_batches):
+    file = prepare("poems", tmp_path / "own", train_tokenizer=300) and tmp_path / "own"
+    source = write_records(tmp_path / "a.jsonl", make_documents(300))
+    damage(source, 250)
+    refusal(source, tmp_path / "data", file, **SMALL)
+    load_tokenizer("bytes").save(file)
+    assert "tokenizer_sample" in refusal(source, tmp_path / "data", file, **SMALL)
+
+
+def test_a_worker_that_dies_is_one_line_and_the_work_is_kept(
+    tmp_path, monkeypatch, capsys, small_batches
+):
+    source = write_records(tmp_path / "a.jsonl", make_documents(300))
+    whole, calls = encode._Worker.encode, []
+
+    def killed(worker, texts, continues):
+        calls.append(worker)
+        if len(calls) == 12:
+            worker._process.kill()
+            worker._process.wait()
+        return whole(worker, texts, continues)
+
+    argv = ["prepare", str(source), "--out", str(tmp_path / "data"), "--tokenizer", "bytes"]
+    argv += ["--val-tokens", "50", "--shard-tokens", "1000", "--workers", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(encode._Worker, "encode", killed)
+        assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: an encoding worker ended with code -9 (killed")
+    assert "fewer --workers" in line and "is kept" in line
+    assert main([*argv[:-1], "1"]) == 0
+    assert "Going on after" in capsys.readouterr().err
+    assert same_as_undisturbed(tmp_path, source)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), MemoryError(), PermissionError(13, "no")])
+def test_any_other_error_keeps_the_work(tmp_path, monkeypatch, small_batches, error):
+    texts = make_documents(300)
+
+    def broken():
+        yield from texts[:200]
+        raise error
+
+    broken.__qualname__ = "texts"
+    with pytest.raises((type(error), UserError)):
+        prepare(broken, tmp_path / "data", "bytes", **SMALL)
+    assert json.loads((tmp_path / "data" / ".partial" / "journal.json").read_text())["num_tokens"]
+
+    def mended():
+        yield from texts
+
+    mended.__qualname__ = "texts"
+    prepare(mended, tmp_path / "data", "bytes", **SMALL)
+    assert documents(tmp_path / "data") == texts
+
+
+@pytest.mark.parametrize("name", ["train_000000.bin", "val_000000.bin", "open", "journal.json"])
+def test_damaged_unfinished_work_is_noticed(tmp_path, small_batches, name):
+    source = write_records(tmp_path / "a.jsonl", make_documents(300))
+    damage(source, 250)
+    refusal(source, tmp_path / "data", "bytes", **SMALL)
+    partial = tmp_path / "data" / ".partial"
+    path = next(partial.glob("train_*.tmp")) if name == "open" else partial / name
+    content = bytearray(path.read_bytes())
+    content[1030 if name != "journal.json" else 0] ^= 1
+    path.write_bytes(content)
+    message = refusal(source, tmp_path / "data", "bytes", **SMALL)
+    assert "damaged" in message and str(partial) in message
+    assert name == "journal.json" or not partial.exists()
+
+
+def test_two_at_once_in_one_folder(tmp_path, run_python):
+    """The second is refused at once; a kill leaves no lock."""
+    args = ["-m", "nanogpt_tpu", "prepare", "poems", "--out", "data", "--tokenizer", "bytes"]
+    code = (
+        "import time; from nanogpt_tpu import prepare\n"
+        "def slow():\n yield 'text'; print('begun', flush=True); time.sleep(100)\n"
+        "prepare(slow, 'data', 'bytes')"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    assert first.stdout is not None and first.stdout.readline() == b"begun\n"
+    second = run_python(*args)
+    first.kill()
+    first.communicate()
+    assert (second.returncode, second.stderr.count("\n")) == (2, 1)
+    assert "another process is at work in data" in second.stderr
+    (tmp_path / "data" / ".partial" / "journal.json").unlink()
+    third = run_python(*args)
+    assert third.returncode == 0, third.stderr
+    assert sorted(contents(tmp_path / "data")) == [
+        "manifest.json", "tokenizer.json", "train_000000.bin", "val_000000.bin"
+    ]  # fmt: skip
 
 
 def test_a_failure_leaves_other_files_of_the_folder(tmp_path):
@@ -304,6 +501,31 @@ def test_a_source_that_has_grown_is_not_taken_for_the_old_one(tmp_path):
     make(tmp_path, ["hello"])
     with pytest.raises(UserError, match="source_bytes 18, now it is 36"):
         make(tmp_path, ["hello", "hello"])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_was_changed_is_not_taken_for_done(tmp_path):
+    make(tmp_path, make_documents(5))
+    data, merged = tmp_path / "data", tmp_path / "merged"
+    flip(data / "train_000000.bin")
+    for use in (lambda: make(tmp_path, make_documents(5)), lambda: merge([data], merged)):
+        with pytest.raises(UserError, match=r"train_000000\.bin differs .*prepare the data again"):
+            use()
+    flip(data / "train_000000.bin")
+    (data / "tokenizer.json").unlink()
+    for use in (lambda: make(tmp_path, make_documents(5)), lambda: merge([data], merged)):
+        with pytest.raises(UserError, match=r"no tokenizer at .*data.* prepare the data again"):
+            use()
+    train_tokenizer(["low lower lowest"], 260).save(data)
+    for use in (lambda: make(tmp_path, make_documents(5)), lambda: merge([data], merged)):
+        with pytest.raises(UserError, match=r"is not the tokenizer that made these shards"):
+            use()
+    assert not merged.exists()
 
 
 def test_a_lost_shard_is_not_taken_for_done(tmp_path):

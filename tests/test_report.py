@@ -16,10 +16,10 @@ from nanogpt_tpu.config import preset
 from nanogpt_tpu.curves import LiveCurve, _points, draw
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.findings import find_problems
+from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.metrics import read_metrics, to_table
 from nanogpt_tpu.model import GPT
 from nanogpt_tpu.report import report
-from nanogpt_tpu.shards import Manifest
 
 EVIL = "<script>alert('x')</script><img src=http://evil.example/a.png>"
 PNG = b"\x89PNG\r\n"

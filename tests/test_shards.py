@@ -6,21 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import write_shard
 
 from nanogpt_tpu.config import BatchPlan
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.shards import (
-    Manifest,
-    ShardInfo,
-    ShardLoader,
-    find_data,
-    hash_file,
-    list_shards,
-    permute,
-    read_shard,
-    shard_name,
-    write_shard,
-)
+from nanogpt_tpu.manifest import Manifest, find_data, list_shards
+from nanogpt_tpu.shardfile import ShardInfo, hash_file, read_shard, shard_name
+from nanogpt_tpu.shards import ShardLoader, permute
 
 B, T = 2, 8
 
@@ -140,6 +132,12 @@ def test_identity_says_whether_two_folders_hold_the_same_tokens(tmp_path):
             '"num_skipped": {}, "source": ""}',
             "tokenizer has no sha256 and no vocab_size",
         ),
+        (
+            '{"format_version": 1, "tokenizer": {"eot_id": 0, "sha256": "0", "vocab_size": 9}, '
+            '"splits": {"train": [{"file": "a", "num_tokens": "5", "sha256": ""}]}, '
+            '"num_documents": 1, "num_skipped": {}, "source": ""}',
+            "not a manifest of ours (num_tokens is '5'",
+        ),
     ],
 )
 def test_manifests_that_cannot_be_read(tmp_path, content, what):
@@ -175,6 +173,11 @@ def test_find_data(tmp_path, monkeypatch):
 
 
 # Batches
+
+
+def test_a_step_below_0(tmp_path):
+    with pytest.raises(UserError, match="step is -1"):
+        load(make_shards(tmp_path, 40))(-1)
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,15 @@ def test_training_on_a_chinese_song():
     assert (tokenizer.kind, tokenizer.vocab_size) == ("bpe", 320)
     assert len(tokenizer.encode(SONG[0])) < len(SONG[0].encode()) / 2
     assert tokenizer.decode(tokenizer.encode("没见过的字 😀")) == "没见过的字 😀"
+
+
+@pytest.mark.parametrize("run", ["a", "好", " ", "ab1"])
+def test_training_on_long_runs_takes_no_longer_than_on_words(run):
+    """Time with the square of a run's length would be over half a minute."""
+    start = time.monotonic()
+    tokenizer = train_tokenizer([f"so{run * 200_000}"], 300)
+    assert time.monotonic() - start < 10
+    assert tokenizer.decode(tokenizer.encode(run * 9)) == run * 9
 
 
 @pytest.mark.parametrize("size", [50, 256, 0, -1, 10**9])
