@@ -31,6 +31,7 @@ _HOME = {
     "report": ("report",),
     "plan": ("plan",),
     "curves": ("LiveCurve",),
+    "preflight": ("preflight",),
     "train": ("train", "TrainResult"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

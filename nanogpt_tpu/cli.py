@@ -147,10 +147,17 @@ def _finite(values: Values) -> Values:
     return {key: None if key in bad else value for key, value in values.items()}
 
 
-def _train(args: argparse.Namespace) -> Values:
-    given = vars(args)
+def _changes(args: argparse.Namespace) -> Values:
+    """The fields of a config that were given as flags."""
     names = (*typing.get_type_hints(TrainConfig), *typing.get_type_hints(ModelConfig))
-    changes = {name: given[name] for name in names if name in given}
+    given = {**vars(args)}
+    if args.command == "preflight":
+        del given["preset"]
+    return {name: given[name] for name in names if name in given}
+
+
+def _train(args: argparse.Namespace) -> Values:
+    changes = _changes(args)
     if args.config is None:
         config = preset(changes.pop("preset", "gpt2"), **changes)
     else:
@@ -239,6 +246,22 @@ def _eval(args: argparse.Namespace) -> Values:
     return scores
 
 
+def _preflight(args: argparse.Namespace) -> Values:
+    from nanogpt_tpu.preflight import describe, draw, preflight, sweep
+
+    config = preset(args.preset, **_changes(args))
+    if args.sweep is not None:
+        results = sweep(config, args.topology, args.sweep)
+        best = max(results, key=lambda found: (found["fits"], found["tokens_per_s"] or 0.0))
+    else:
+        best = preflight(config, args.topology)
+        results = [best]
+    print("\n".join(describe(best)))
+    if args.picture is not None:
+        draw(results, Path(args.picture))
+    return best if args.sweep is None else {**best, "sweep": results}
+
+
 def _report(args: argparse.Namespace) -> Values:
     from nanogpt_tpu.report import report
 
@@ -256,4 +279,5 @@ _RUN: dict[str, Callable[[argparse.Namespace], Values]] = {
     "sample": _sample,
     "eval": _eval,
     "report": _report,
+    "preflight": _preflight,
 }

@@ -127,6 +127,14 @@ COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             **_DEVICE,
         },
     ),
+    "preflight": (
+        "what the TPU's own compiler says of a run: does it fit, how fast, what dominates",
+        {
+            "--topology": {"default": "v5e:2x4", "help": "v5e:2x4, v5e:4x4, v5e:16x16, v6e:2x4"},
+            "--sweep": {"metavar": "micro_batch_size", "help": "try several, take the fastest"},
+            "--picture": {"metavar": "FILE.png", "help": "draw where time and memory go"},
+        },
+    ),
     "report": (
         "write the run card and the loss picture of a run, also of one that died",
         _RUN,
@@ -146,8 +154,10 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
         for flag, options in flags.items():
             sub.add_argument(flag, **options)
         commands[name] = sub
-    _add_fields(commands["train"], TrainConfig)
-    _add_fields(commands["train"], ModelConfig)
+    for name in ("train", "preflight"):
+        _add_fields(commands[name], TrainConfig)
+        _add_fields(commands[name], ModelConfig)
+    commands["preflight"].set_defaults(preset="gpt2")
     return parser, commands
 
 

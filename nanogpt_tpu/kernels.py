@@ -49,10 +49,13 @@ def find(micro_batch_size: int, seq_len: int, config: ModelConfig) -> Kernel | N
     return _kernels().get(kernel_key(micro_batch_size, seq_len, config))
 
 
-@cache
 def _is_known_tpu() -> bool:
-    if os.environ.get("PJRT_DEVICE") != "TPU":
-        return False
+    return os.environ.get("PJRT_DEVICE") == "TPU" and is_known_libtpu()
+
+
+@cache
+def is_known_libtpu() -> bool:
+    """Whether the compiler installed here is one that the shipped kernels were tried with."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

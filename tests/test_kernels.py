@@ -54,8 +54,8 @@ def test_pallas_by_name_needs_no_tpu():
 
 
 def test_an_unknown_libtpu_gets_no_kernel(monkeypatch):
-    kernels._is_known_tpu.cache_clear()
+    kernels.is_known_libtpu.cache_clear()
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.99")
     assert find(16, 1024, preset("tpu-fast").model) is None
-    kernels._is_known_tpu.cache_clear()
+    kernels.is_known_libtpu.cache_clear()
