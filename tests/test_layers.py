@@ -84,7 +84,7 @@ def lines_of_code(text: str) -> int:
 
 
 def test_the_package_can_be_read_in_an_evening():
-    """The design asks for 5,000 lines in all; preflight, the forms for the TPU and the data kit took more."""
+    """The design asks for 5,000; preflight, the forms for the TPU and the data kit took more."""
     assert sum(lines_of_code(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")) < 7000
 
 
