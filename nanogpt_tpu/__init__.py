@@ -29,6 +29,7 @@ _HOME = {
     "sample": ("generate", "sample"),
     "load": ("load_checkpoint",),
     "report": ("report",),
+    "export": ("export_hf", "import_hf"),
     "plan": ("plan",),
     "curves": ("LiveCurve",),
     "preflight": ("preflight",),

@@ -44,6 +44,12 @@ def _plain_attention(
     return weights.to(v.dtype) @ v
 
 
+def largest_logit(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The largest of q k^T / sqrt(D) that a token sees; q, k (B, H, T, D); a scalar in fp32."""
+    scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.size(-1))  # (B, H, T, T)
+    return scores.masked_fill(~visible(0, q.size(-2), q.device), MASKED).amax()
+
+
 def visible(start: int, end: int, device: torch.device) -> torch.Tensor:
     """Which of the tokens before `end` the tokens start..end may look at: (end - start, end)."""
     position = torch.arange(end, device=device, dtype=torch.int32)

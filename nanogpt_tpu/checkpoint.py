@@ -25,6 +25,7 @@ from torch import nn
 
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.shardfile import hash_file
+from nanogpt_tpu.ties import check_tied_values, find_ties
 from nanogpt_tpu.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanogpt_tpu.tokenizer import Tokenizer
 
@@ -225,16 +226,33 @@ def _sync_to_disk(path: Path) -> None:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into a model on the host.
+    """Put a checkpoint's weights into a model on the host; raises as `fill` does."""
+    fill(model, checkpoint.load(MODEL), checkpoint.folder)
+
+
+def fill(model: nn.Module, tensors: dict[str, torch.Tensor], origin: object) -> None:
+    """Copy weights by name into a model on the host; `origin` is named in errors.
 
     Raises:
-        UserError: names or shapes differ; the first difference is given.
+        UserError: a name is missing or unknown, a shape differs (both are given), or tied weights
+            differ.
     """
-    try:
-        model.load_state_dict(checkpoint.load(MODEL))
-    except RuntimeError as error:
-        first = str(error).splitlines()[-1].strip()
-        raise UserError(f"{checkpoint.folder}: weights do not fit the model: {first}") from error
+    wanted = model.state_dict()
+    for problem, names in (
+        ("the model needs", wanted.keys() - tensors.keys()),
+        ("the model has no", tensors.keys() - wanted.keys()),
+    ):
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{origin}: weights do not fit: {problem} {min(names)}{others}")
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            raise UserError(
+                f"{origin}: weights do not fit: {name} has shape {tuple(tensor.shape)} there, "
+                f"{tuple(wanted[name].shape)} in the model; use the settings it was trained with"
+            )
+    check_tied_values(tensors, find_ties(model), origin)
+    model.load_state_dict(tensors)
 
 
 def optimizer_tensors(

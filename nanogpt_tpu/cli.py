@@ -110,25 +110,10 @@ def _merge(args: argparse.Namespace) -> Values:
 
 
 def _inspect(args: argparse.Namespace) -> Values:
-    from nanogpt_tpu.inspection import inspect
+    from nanogpt_tpu.inspection import describe, inspect
 
     found = inspect(args.data, args.block_size, draw=True)
-    for split, count in found["num_tokens"].items():
-        print(f"{split}: {count:,} tokens in {len(found['splits'][split])} shard(s)")
-    print(f"{found['num_documents']:,} documents, {found['num_eot']:,} end-of-text ids")
-    if (lengths := found["lengths"])["num_documents"]:
-        print("mean {mean:,.0f}, median {median:,}, longest {longest:,} tokens".format(**lengths))
-        if lengths["bytes_per_token"]:
-            print(f"{lengths['bytes_per_token']:.2f} bytes per token")
-        print(
-            "{share_over_block:.1%} of documents over {block_size:,} tokens; one a row would lose "
-            "{tokens_lost:.1%} of the tokens and pad {padding:.1%}; packed: 0%".format(**lengths)
-        )
-    print(f"Lengths: {found['picture']}")
-    for problem in found["problems"]:
-        print(f"problem: {problem}")
-    if not found["problems"]:
-        print("Every hash, length and id is right.")
+    print("\n".join(describe(found)))
     return found
 
 
@@ -262,6 +247,26 @@ def _preflight(args: argparse.Namespace) -> Values:
     return best if args.sweep is None else {**best, "sweep": results}
 
 
+def _export(args: argparse.Namespace) -> Values:
+    env.patch_tpu_env("cpu")
+    from nanogpt_tpu.export import export_hf
+
+    found = export_hf(args.RUN, args.out)
+    print("{out}: {architecture}, {num_params:,} parameters".format(**found))
+    print(f"Logits against transformers: {found['compared']}")
+    return found
+
+
+def _import_hf(args: argparse.Namespace) -> Values:
+    env.patch_tpu_env("cpu")
+    from nanogpt_tpu.export import import_hf
+
+    found = import_hf(args.DIR, args.out)
+    print("{run}: {num_params:,} parameters, tokenizer {tokenizer}".format(**found))
+    print(f"Next: nanogpt-tpu sample {shlex.quote(found['run'])} --prompt 'Once upon a time'")
+    return found
+
+
 def _report(args: argparse.Namespace) -> Values:
     from nanogpt_tpu.report import report
 
@@ -280,4 +285,6 @@ _RUN: dict[str, Callable[[argparse.Namespace], Values]] = {
     "eval": _eval,
     "report": _report,
     "preflight": _preflight,
+    "export": _export,
+    "import-hf": _import_hf,
 }

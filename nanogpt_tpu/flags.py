@@ -135,6 +135,17 @@ COMMANDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "--picture": {"metavar": "FILE.png", "help": "draw where time and memory go"},
         },
     ),
+    "export": (
+        "a run as a folder that Hugging Face transformers loads",
+        {**_RUN, "--out": {"required": True, "help": "folder to make"}},
+    ),
+    "import-hf": (
+        "GPT-2 weights in Hugging Face's form as a run: to sample, score, train on",
+        {
+            "DIR": {"help": "folder with config.json, model.safetensors, tokenizer.json"},
+            "--out": {"required": True, "help": "run folder to make"},
+        },
+    ),
     "report": (
         "write the run card and the loss picture of a run, also of one that died",
         _RUN,

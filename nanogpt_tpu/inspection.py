@@ -205,3 +205,27 @@ def _draw(folder: Path, found: dict[str, Any], lengths: np.ndarray, counts: np.n
     path = home / "lengths.png"
     figure.savefig(path)
     return path
+
+
+def describe(found: dict[str, Any]) -> list[str]:
+    """What `inspect` found, for people."""
+    lines = []
+    for split, count in found["num_tokens"].items():
+        lines.append(f"{split}: {count:,} tokens in {len(found['splits'][split])} shard(s)")
+    lines.append(f"{found['num_documents']:,} documents, {found['num_eot']:,} end-of-text ids")
+    if (lengths := found["lengths"])["num_documents"]:
+        lines.append(
+            "mean {mean:,.0f}, median {median:,}, longest {longest:,} tokens".format(**lengths)
+        )
+        if lengths["bytes_per_token"]:
+            lines.append(f"{lengths['bytes_per_token']:.2f} bytes per token")
+        lines.append(
+            "{share_over_block:.1%} of documents over {block_size:,} tokens; one a row would lose "
+            "{tokens_lost:.1%} of the tokens and pad {padding:.1%}; packed: 0%".format(**lengths)
+        )
+    lines.append(f"Lengths: {found['picture']}")
+    for problem in found["problems"]:
+        lines.append(f"problem: {problem}")
+    if not found["problems"]:
+        lines.append("Every hash, length and id is right.")
+    return lines

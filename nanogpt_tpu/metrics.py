@@ -14,8 +14,8 @@ from nanogpt_tpu.errors import UserError
 
 METRICS, SAMPLES = "metrics.jsonl", "samples"
 COLUMNS = (
-    "step", "tokens", "time", "session", "loss", "lr", "grad_norm", "tokens_per_s", "mfu",
-    "val_loss", "bits_per_byte",
+    "step", "tokens", "time", "session", "loss", "lr", "grad_norm", "max_attention_logit",
+    "tokens_per_s", "mfu", "val_loss", "bits_per_byte",
 )  # fmt: skip
 _MUST_BE_FINITE = ("loss", "val_loss", "grad_norm")
 Table = dict[str, np.ndarray]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanogpt_tpu import fused, kernels
-from nanogpt_tpu.attention import QK_EPS, causal_attention
+from nanogpt_tpu.attention import QK_EPS, causal_attention, largest_logit
 from nanogpt_tpu.config import ModelConfig
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.fused_attention import lean_attention
@@ -26,6 +26,7 @@ IGNORED_TARGET = -100  # PyTorch's own: any model that uses F.cross_entropy leav
 NORM_EPS = 1e-5  # stated: the default of F.rms_norm depends on the dtype
 _MASKED_LOGIT = -1e30
 _ROPE_BASE = 10_000.0
+Rope = tuple[torch.Tensor, torch.Tensor] | None  # the tables below, (T, D/2) each
 
 
 class Linear(nn.Linear):
@@ -83,21 +84,14 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         batch, seq_len, width = x.shape
         dropout = self.config.dropout if self.training else 0.0
         if self._is_lean(x, dropout):
             kernel = kernels.find(batch, seq_len, self.config)
             return lean_attention(x, self.c_attn, self.c_proj, self.config, rope, kernel)
-        heads = (batch, seq_len, self.config.n_head, self.config.head_size)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.c_attn(x).split(width, dim=2))
-        if self.config.qk_norm:
-            q, k = fused.rms_norm(q, QK_EPS), fused.rms_norm(k, QK_EPS)  # (B, H, T, D)
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k, v = self.heads(x, rope)
         if self.config.attention_fp32:
             # Autocast would cast fp32 products back to bf16: it must be off, not only left alone.
             with torch.autocast(x.device.type, enabled=False):
@@ -108,10 +102,20 @@ class Attention(nn.Module):
         y = y.transpose(1, 2).reshape(batch, seq_len, width)
         return self.resid_dropout(self.c_proj(y))
 
+    def heads(self, x: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys, normed and rotated, and values: (B, T, C) -> each (B, H, T, D)."""
+        parts = self.c_attn(x).chunk(3, dim=2)
+        shape = (*x.shape[:2], self.config.n_head, self.config.head_size)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
+        if self.config.qk_norm:
+            q, k = fused.rms_norm(q, QK_EPS), fused.rms_norm(k, QK_EPS)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        return q, k, v
+
     def _is_lean(self, x: torch.Tensor, dropout: float) -> bool:
         """The lean form has no dropout inside, and is not meant where another form is named."""
-        config = self.config
-        is_plain = config.attention == "sdpa" or config.attention_fp32 or dropout > 0
+        is_plain = self.config.attention == "sdpa" or self.config.attention_fp32 or dropout > 0
         return fused.is_lean(x) and not is_plain
 
 
@@ -150,9 +154,7 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = x + self.attn(self.ln_1(x), rope)
         return x + self.mlp(self.ln_2(x))
@@ -196,8 +198,8 @@ class GPT(nn.Module):
             else:
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def features(self, idx: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T) -> final hidden states (B, T, C)."""
+    def _embed(self, idx: torch.Tensor) -> tuple[torch.Tensor, Rope]:
+        """Token ids (B, T) -> what the first block takes: (B, T, C), and the rope tables."""
         seq_len = idx.size(1)
         if seq_len > self.config.block_size:
             raise UserError(
@@ -209,10 +211,24 @@ class GPT(nn.Module):
             x = x + self.wpe.weight[:seq_len].to(x.dtype)
         else:
             rope = (self.rope_cos[:seq_len], self.rope_sin[:seq_len])
-        x = self.drop(x)
+        return self.drop(x), rope
+
+    def features(self, idx: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T) -> final hidden states (B, T, C)."""
+        x, rope = self._embed(idx)
         for block in self.h:
             x = block(x, rope)
         return self.ln_f(x)
+
+    @torch.no_grad()
+    def max_attention_logit(self, idx: torch.Tensor) -> torch.Tensor:
+        """The largest attention logit of any layer for ids (B, T), a scalar: early warning."""
+        (x, rope), largest = self._embed(idx), []
+        for block in self.h:
+            assert isinstance(block, Block)
+            largest.append(largest_logit(*block.attn.heads(block.ln_1(x), rope)[:2]))
+            x = block(x, rope)
+        return torch.stack(largest).max()
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -247,8 +263,7 @@ class GPT(nn.Module):
         if targets is not None and fused.is_lean(x):
             vocab_size = self.config.vocab_size
             return None, fused.head_loss(x, self.head_weight, targets, vocab_size, IGNORED_TARGET)
-        logits = self.head(x)  # (B, T, P)
-        loss = None
+        logits, loss = self.head(x), None  # (B, T, P)
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().long())
         return logits[..., : self.config.vocab_size], loss

@@ -14,6 +14,7 @@ from torch import nn
 
 from nanogpt_tpu import env
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.ties import check_tied, find_ties, tie
 
 Decision = TypeVar("Decision")
 _XLA_MESH: Any = None  # XLA: SPMD can be switched on once a process
@@ -80,10 +81,9 @@ class Runtime:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move the model to the device, whole on every chip; wrapped where there are processes."""
-        ties = _shared_parameters(model)
+        ties = find_ties(model)
         model = model.to(self.device)
-        for name, first in ties:  # XLA: the move copies each, and the two would train apart
-            _set_parameter(model, name, model.get_parameter(first))
+        tie(model, ties)  # XLA: the move copies each, and the two would train apart
         if self.mesh is not None:
             import torch_xla
             from torch_xla.distributed import spmd
@@ -91,7 +91,11 @@ class Runtime:
             torch_xla.sync(wait=True)  # XLA: mark_sharding races with a transfer in flight
             for tensor in (*model.parameters(), *model.buffers()):
                 spmd.mark_sharding(tensor, self.mesh, (None,) * tensor.dim())
-        return model if self.accelerator is None else self.accelerator.prepare(model)
+        if self.accelerator is None:
+            return model
+        prepared = self.accelerator.prepare(model)
+        check_tied(self.unwrap(prepared), ties)
+        return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         """Accelerate's wrapper around an optimizer whose parameters are on the device."""
@@ -185,6 +189,10 @@ class Runtime:
             tensors = tuple(self.accelerator.reduce(t.clone(), "mean") for t in tensors)
         return [float(tensor) for tensor in tensors]
 
+    def largest(self, number: torch.Tensor) -> torch.Tensor:
+        """The largest of a scalar over processes, on the device."""
+        return number if self.num_processes == 1 else self.accelerator.gather(number).max()
+
     def seed(self, *numbers: int) -> None:
         """Make dropout a function of (seed, step, micro step), whatever ran before."""
         value = 0
@@ -228,22 +236,6 @@ class Runtime:
         """Copies in host memory, apart from the tensors that training goes on to change."""
         self.cut(wait=True)
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-
-
-def _shared_parameters(model: nn.Module) -> list[tuple[str, str]]:
-    """(name, first name) of each parameter that has a second name: tied weights."""
-    first_name: dict[nn.Parameter, str] = {}
-    ties = []
-    for name, param in model.named_parameters(remove_duplicate=False):
-        first = first_name.setdefault(param, name)
-        if first != name:
-            ties.append((name, first))
-    return ties
-
-
-def _set_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, param)
 
 
 def _check_present(kind: str) -> None:

@@ -63,6 +63,7 @@ class TrainStep:
         n is the plan's sequences_per_step.
         """
         rows = self._plan.sequences_per_micro_step
+        self._probe = idx[: self._plan.num_devices]
         for micro_step in range(self._plan.num_micro_steps):
             part = slice(micro_step * rows, (micro_step + 1) * rows)
             self._runtime.seed(self._config.seed, step, micro_step)
@@ -70,6 +71,19 @@ class TrainStep:
             placed_idx, placed_targets = self._runtime.place(idx[part], targets[part])
             self._micro_step(placed_idx, placed_targets, is_last)
         self._update(step)
+
+    def measure(self) -> dict[str, float]:
+        """Read the device: loss, grad_norm, bad_step and, of a GPT, max_attention_logit."""
+        values = {"loss": self.loss, "grad_norm": self.grad_norm, "bad_step": self.bad_step}
+        model, runtime = self._runtime.unwrap(self.model), self._runtime
+        if isinstance(model, GPT):
+            # One sequence a device, plain and in fp32: XLA adds one small program, always the same.
+            model.eval()
+            logit = model.max_attention_logit(*runtime.place(self._probe))
+            values["max_attention_logit"] = runtime.largest(logit)
+            model.train()
+            runtime.cut()
+        return dict(zip(values, runtime.read(*values.values()), strict=True))
 
     def _micro_step(self, idx: torch.Tensor, targets: torch.Tensor, is_last: bool) -> None:
         """Add one micro-batch's share to the gradient and to the loss."""

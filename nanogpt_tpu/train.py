@@ -180,14 +180,14 @@ class _Session:
 
     def _log_step(self) -> None:
         """Read the device once; write and show what the last step came to."""
-        step = self._train_step
-        loss, grad_norm, bad_step = self._runtime.read(step.loss, step.grad_norm, step.bad_step)
+        values = self._train_step.measure()
+        loss, bad_step = values["loss"], values.pop("bad_step")
         now_s, num_steps = time.monotonic(), self.step - self._logged_step
         self._step_s = max(1e-9, now_s - self._logged_s - self._paused_s) / num_steps
         self._logged_s, self._logged_step, self._paused_s = now_s, self.step, 0.0
         tokens_per_s = self._plan.tokens_per_step / self._step_s
         rate = learning_rate(self._config, self.step)
-        self._write(loss=loss, lr=rate, grad_norm=grad_norm, tokens_per_s=tokens_per_s)
+        self._write(**values, lr=rate, tokens_per_s=tokens_per_s)
         self._progress.set_description("training", refresh=False)
         self._progress.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s")
         self.is_nan = bad_step > 0

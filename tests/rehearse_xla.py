@@ -122,6 +122,20 @@ def program_counts(runtime, data, out, optimizer):
     return counts
 
 
+def measure_programs(runtime, data, out):
+    """Programs compiled after each of three steps that are all logged."""
+    run = config(data, out)
+    plan = run.plan(runtime.num_devices)
+    loader = ShardLoader(data, "train", run.seq_len, plan.sequences_per_step, seed=run.seed)
+    step = TrainStep(ng.GPT(run.model), run, plan, runtime)
+    counts = []
+    for number in (1, 2, 3):
+        step.run(number, *loader(number - 1))
+        step.measure()
+        counts.append(runtime.num_programs())
+    return counts
+
+
 def shapes_seen(run_dir, runtime):
     """Shapes that reach the model while it writes 12 tokens, and programs made after the first."""
     model, tokenizer, _ = load_checkpoint(run_dir)
@@ -152,10 +166,13 @@ def main(data, work):
     result = train(config(data, work / "ten", num_steps=10, checkpoint_every=None))
     facts["next_cell"] = next_cell(result, data)
     facts["tied"] = ties_after(train(config(data, work / "tied", num_steps=2), model=Tied()).model)
+    lines = [r for r in read_metrics(work / "ten") if "loss" in r]
+    facts["max_logits"] = [r["max_attention_logit"] for r in lines]
     facts["ten_losses"] = losses(work / "ten")
     facts["ten_val_losses"] = [r["val_loss"] for r in read_metrics(work / "ten") if "val_loss" in r]
     runtime = Runtime("xla-cpu:8", "fp32")
     facts["placement"] = placement(runtime, data)
+    facts["measure_programs"] = measure_programs(runtime, data, work / "unused")
     for optimizer in ("adamw", "muon"):
         counts = program_counts(runtime, data, work / "unused", optimizer)
         facts[f"programs_{optimizer}"] = counts

@@ -1,11 +1,13 @@
 """Commit, verification, rotation and refusal of checkpoints; no training here."""
 
 import json
+import re
 
 import pytest
 import torch
 
 from nanogpt_tpu.checkpoint import (
+    fill,
     find_checkpoints,
     newest_valid,
     open_checkpoint,
@@ -16,6 +18,7 @@ from nanogpt_tpu.checkpoint import (
 from nanogpt_tpu.config import preset
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.optim import make_optimizer
+from nanogpt_tpu.ties import check_tied, find_ties
 from nanogpt_tpu.tokenizer import load_tokenizer
 
 
@@ -150,3 +153,55 @@ def test_state_of_another_model_is_refused():
     del saved["exp_avg/bias"], saved["exp_avg_sq/bias"], saved["step/bias"]
     with pytest.raises(UserError, match="'bias'"):
         restore_optimizer(optimizer, names, saved)
+
+
+def weights_of(**shapes):
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "saved, words",
+    [
+        (weights_of(weight=(4, 3), bias=(4,)), "weight has shape (4, 3) there, (4, 2) in the"),
+        (weights_of(weight=(4, 2)), "the model needs bias"),
+        (weights_of(weight=(4, 2), bias=(4,), gain=(1,)), "the model has no gain"),
+    ],
+)
+def test_weights_of_another_shape_name_both(saved, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        fill(torch.nn.Linear(2, 4), saved, "there")
+
+
+class Tied(torch.nn.Module):
+    """A foreign model whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 2)
+        self.head = torch.nn.Linear(2, 6, bias=False)
+        self.head.weight = self.table.weight
+
+
+def test_tied_weights_are_one_again_after_loading():
+    model = Tied()
+    tensors = {name: tensor.clone() for name, tensor in Tied().state_dict().items()}
+    fill(model, tensors, "there")
+    assert model.head.weight is model.table.weight
+    assert torch.equal(model.head.weight, tensors["table.weight"])
+
+
+def test_weights_saved_apart_are_not_loaded_into_one():
+    tensors = {name: tensor.clone() for name, tensor in Tied().state_dict().items()}
+    tensors["head.weight"] += 1
+    with pytest.raises(UserError, match=r"head.weight and table.weight differ"):
+        fill(Tied(), tensors, "there")
+
+
+def test_a_broken_tie_is_loud():
+    model = Tied()
+    ties = find_ties(model)
+    assert ties == [("head.weight", "table.weight")]
+    check_tied(model, ties)
+    model.head.weight = torch.nn.Parameter(model.table.weight.detach().clone())
+    with pytest.raises(UserError, match="one parameter and are two on the device"):
+        check_tied(model, ties)

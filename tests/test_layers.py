@@ -9,9 +9,9 @@ import nanogpt_tpu
 
 PACKAGE = Path(nanogpt_tpu.__file__).parent
 LAYERS = (
-    ("errors", "presets"),
-    ("env", "config", "encode", "fused", "spmd", "tpu_compiler"),
-    ("vocabulary", "files", "shardfile", "kernels", "costs"),
+    ("errors", "presets", "modeling_nanogpt_tpu"),
+    ("env", "config", "encode", "fused", "spmd", "ties", "tpu_compiler"),
+    ("vocabulary", "files", "shardfile", "kernels", "costs", "hf_format"),
     ("manifest", "hub", "clean"),
     (
         "tokenizer",
@@ -27,7 +27,7 @@ LAYERS = (
     ("pallas_attention", "fused_attention", "staging", "merge", "inspection", "curves"),
     ("model", "checkpoint", "findings"),
     ("prepare", "step", "start", "evaluate", "sample", "load", "report", "plan"),
-    ("train", "tracing", "preflight"),
+    ("train", "tracing", "preflight", "export"),
     ("demo",),
     ("cli",),
     ("__main__",),

@@ -536,3 +536,51 @@ def test_tied_weights_of_any_module_stay_tied(shards, tmp_path):
     train(config.replace(stop_after_step=2), model=Tied())
     model = train(config, model=Tied()).model
     assert model.head.weight is model.table.weight
+
+
+def max_logits(run_dir):
+    return [r["max_attention_logit"] for r in read_metrics(run_dir) if "loss" in r]
+
+
+def test_qk_norm_bounds_the_attention_logits_that_a_high_rate_drives_up(shards, tmp_path):
+    """The stress: matrices of queries and keys a hundred times too large, and a high rate."""
+    run = {"num_steps": 25, "learning_rate": 0.05, "warmup_steps": 0, "grad_clip": None}
+    for name, qk_norm in (("without", False), ("with", True)):
+        config = small(shards, tmp_path / name, **run, qk_norm=qk_norm)
+        torch.manual_seed(0)
+        model = ng.GPT(config.model)
+        for block in model.h:
+            block.attn.c_attn.weight.data.mul_(100)
+        train(config, model=model)
+    head_size = SMALL["n_embd"] // SMALL["n_head"]
+    bound = math.sqrt(head_size) * 1.0001
+    assert all(0 < logit <= bound for logit in max_logits(tmp_path / "with"))
+    assert min(max_logits(tmp_path / "without")) > 10 * bound
+    assert losses(tmp_path / "with")[-1] < losses(tmp_path / "without")[-1]
+
+
+def test_max_attention_logit_is_that_of_the_weights_being_logged(shards, tmp_path):
+    config = small(shards, tmp_path / "run", num_steps=3)
+    result = train(config)
+    block, model = result.model.h[0], result.model
+    idx, _ = ng.ShardLoader(shards, "train", 8, 4, seed=config.seed)(2)
+    with torch.no_grad():
+        x = model.wte(idx[:1]) + model.wpe.weight[:8]
+        q, k, _ = block.attn.c_attn(block.ln_1(x)).view(1, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    scores = (q @ k.mT / math.sqrt(8))[..., torch.ones(8, 8).tril().bool()]
+    assert max_logits(tmp_path / "run")[-1] == pytest.approx(float(scores.max()), rel=1e-5)
+
+
+def test_a_model_that_is_not_ours_has_no_such_number(shards, tmp_path):
+    class Bigram(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(257, 257)
+
+        def forward(self, idx, targets=None):
+            logits = self.table(idx)
+            flat = logits.flatten(0, 1)
+            return logits, torch.nn.functional.cross_entropy(flat, targets.flatten())
+
+    train(small(shards, tmp_path / "run", num_steps=2), model=Bigram())
+    assert all("max_attention_logit" not in line for line in read_metrics(tmp_path / "run"))

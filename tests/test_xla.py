@@ -129,6 +129,73 @@ def test_bf16_stays_close_and_keeps_fp32_weights_and_moments(facts):
     assert facts["bf16_losses"] != facts["bf16_exact_losses"]
 
 
+def test_max_attention_logit_is_logged_without_new_programs(facts, data, tmp_path):
+    ng.train(
+        ng.preset("tiny", data=str(data), out=str(tmp_path / "cpu"), device="cpu", num_steps=10)
+    )
+    records = read_metrics(tmp_path / "cpu")
+    assert len(facts["max_logits"]) == 10
+    # One sequence here, one on each of eight devices there: as large or larger.
+    cpu = [record["max_attention_logit"] for record in records if "loss" in record]
+    assert all(a >= b * 0.999 for a, b in zip(facts["max_logits"], cpu, strict=True))
+    assert facts["measure_programs"][1:] == [facts["measure_programs"][1]] * 2
+
+
+FOUND = ("WEIGHT", "REFUSED", "TRIPPED")
+BF16_FLAG = """
+import torch, torch_xla
+param = torch.nn.Parameter(torch.ones(4, device=torch_xla.device()))
+optimizer = torch.optim.AdamW([param], lr=1e-4, weight_decay=0.0)
+for _ in range(10):
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    torch_xla.sync()
+print("WEIGHT", float(param[0].cpu()), float(optimizer.state[param]["exp_avg"][0].cpu()))
+"""
+REFUSAL = """
+import os
+import nanogpt_tpu as ng
+from nanogpt_tpu.errors import UserError
+try:
+    ng.patch_tpu_env("xla-cpu:1")
+except UserError as error:
+    print("REFUSED", error)
+os.environ.pop("XLA_USE_BF16")
+ng.patch_tpu_env("xla-cpu:1")
+os.environ["XLA_USE_BF16"] = "1"  # as Accelerate does it, behind our back
+import torch_xla
+from nanogpt_tpu.runtime import Runtime
+runtime = Runtime.__new__(Runtime)
+runtime.device = torch_xla.device()
+try:
+    runtime._check_fp32()
+except UserError as error:
+    print("TRIPPED", error)
+"""
+
+
+def run_with_flag(run_python, code, flag):
+    done = run_python("-c", code, env={"PJRT_DEVICE": "CPU", **flag, "USE_TORCH_XLA": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line for line in done.stdout.splitlines() if line.startswith(FOUND)]
+
+
+def test_the_bf16_flag_loses_every_small_update_and_rounds_the_moments(run_python):
+    word, weight, moment = run_with_flag(run_python, BF16_FLAG, {"XLA_USE_BF16": "1"})[0].split()
+    assert (word, float(weight)) == ("WEIGHT", 1.0)  # ten updates of 1e-4, all lost
+    exact = 1 - 0.9**10
+    assert abs(float(moment) - exact) > 1e-3
+    _, weight, moment = run_with_flag(run_python, BF16_FLAG, {})[0].split()
+    assert float(weight) == pytest.approx(1 - 10 * 1e-4, abs=1e-6)
+    assert float(moment) == pytest.approx(exact, abs=1e-6)
+
+
+def test_the_bf16_flag_is_refused_and_the_tripwire_finds_it(run_python):
+    printed = run_with_flag(run_python, REFUSAL, {"XLA_USE_BF16": "1"})
+    assert printed[0].startswith("REFUSED XLA_USE_BF16=1 is set")
+    assert printed[1].startswith("TRIPPED fp32 tensors are stored as bf16")
+
+
 def test_sampling_has_one_shape_and_makes_no_new_program(facts):
     sampling = facts["sampling"]
     assert sampling["shapes"] == [[1, 32]]

@@ -1,0 +1,271 @@
+"""To and from Hugging Face: a run as a folder `transformers` loads, GPT-2's weights as a run.
+
+    export_hf("runs/mine", "mine-hf")          # config, weights, tokenizer, model card
+    import_hf("gpt2", "runs/gpt2")             # a downloaded openai-community/gpt2
+
+Both write the whole folder or nothing.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from nanogpt_tpu import env
+from nanogpt_tpu.checkpoint import fill, open_checkpoint, save_checkpoint
+from nanogpt_tpu.config import TrainConfig
+from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.hf_format import (
+    GPT2,
+    OWN,
+    OWN_CODE,
+    QWEN3,
+    Weights,
+    config_of_gpt2,
+    to_hf,
+    weights_of_gpt2,
+)
+from nanogpt_tpu.load import load_checkpoint
+from nanogpt_tpu.model import GPT
+from nanogpt_tpu.shardfile import hash_file
+from nanogpt_tpu.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
+
+_WEIGHTS = "model.safetensors"
+_TOLERANCE = 1e-4  # of logits, relative once they are above 1
+_ELSEWHERE = {
+    GPT2: "For llama.cpp: `python convert_hf_to_gguf.py FOLDER` in its checkout.",
+    QWEN3: "Its activation is `{hidden_act}`: llama.cpp and others that assume SiLU do not fit.",
+    OWN: "Load it with `trust_remote_code=True`: its code is `modeling_nanogpt_tpu.py`, here.",
+}
+
+
+def export_hf(run: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[str, Any]:
+    """Write the newest checkpoint of a run as a folder for `AutoModelForCausalLM`, in fp32.
+
+    If `transformers` is installed, its logits on a whole context of random ids are compared with
+    ours before the folder appears.
+
+    Args:
+        run: a run or checkpoint folder.
+        out: the folder to make.
+
+    Returns:
+        {"out", "architecture", "num_params", "max_logit_difference" (None if not compared),
+        "compared": the same for people}.
+
+    Raises:
+        UserError: no checkpoint there, `out` exists, or the logits differ by more than 1e-4.
+    """
+    model, tokenizer, state = load_checkpoint(run)
+    values, tensors = to_hf(model.config, dict(model.state_dict()), tokenizer.eot_id)
+    found = {
+        "out": os.fspath(out),
+        "architecture": values["architectures"][0],
+        "num_params": model.num_params(),
+    }
+
+    def write(folder: Path) -> None:
+        _write_json(folder / "config.json", values)
+        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+        _write_tokenizer(folder, tokenizer, model.config.block_size)
+        if found["architecture"] == OWN:
+            shutil.copyfile(Path(__file__).with_name(f"{OWN_CODE}.py"), folder / f"{OWN_CODE}.py")
+        picture = open_checkpoint(run).folder.parent.parent / "loss.png"
+        if picture.is_file():
+            shutil.copyfile(picture, folder / picture.name)
+        card = _card(state, values, found["num_params"], picture.is_file())
+        (folder / "README.md").write_text(card, "utf-8")
+        found.update(_compare(model, folder))
+
+    _write_whole(Path(out), write)
+    return found
+
+
+def import_hf(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[str, Any]:
+    """Make a run of GPT-2 weights in Hugging Face's form: GPT2LMHeadModel or GPT2Model.
+
+    Args:
+        folder: holds config.json, model.safetensors (or its parts and their index) and, unless
+            the vocabulary is GPT-2's own, tokenizer.json.
+        out: the run folder to make; its checkpoint is of step 0.
+
+    Returns:
+        {"run", "num_params", "tokenizer": its kind}.
+
+    Raises:
+        UserError: another architecture, weights that do not fit it, no safetensors, no tokenizer,
+            or `out` exists.
+    """
+    folder = Path(folder)
+    config = config_of_gpt2(_read_json(folder / "config.json"), folder)
+    path, tensors = _read_weights(folder)
+    weights = weights_of_gpt2(config, tensors, path)
+    model = GPT(config)
+    fill(model, weights, path)
+    has_own = (folder / FILE_NAME).is_file() or config.vocab_size != 50257
+    tokenizer = load_tokenizer(folder if has_own else "gpt2")
+    model.check_tokenizer(tokenizer.vocab_size, tokenizer.sha256)
+    run = TrainConfig(model=config).to_dict()
+    state = {
+        "step": 0,
+        "tokens": 0,
+        "val_loss": None,
+        "config": run,
+        "model_class": GPT.__qualname__,
+        "num_params": model.num_params(),
+        "git_commit": env.git_commit(),
+        "tokenizer": tokenizer.describe(),
+        "data": {"identity": hash_file(path), "source": f"imported: {folder}", "num_tokens": 0},
+    }
+
+    def write(run_dir: Path) -> None:
+        tokenizer.save(run_dir)
+        _write_json(run_dir / "config.json", run)
+        save_checkpoint(run_dir, state, dict(model.state_dict()), {}, tokenizer, keep_last=1)
+
+    _write_whole(Path(out), write)
+    return {
+        "run": os.fspath(out),
+        "num_params": model.num_params(),
+        "tokenizer": tokenizer.kind,
+    }
+
+
+def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder that appears as `out` once it is whole."""
+    if out.exists():
+        raise UserError(f"out {str(out)!r} exists: give a folder that does not")
+    partial = out.with_name(f"{out.name}_partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"out {str(out)!r} cannot be written ({error}): make room") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): give a Hugging Face folder") from error
+    return values
+
+
+def _read_weights(folder: Path) -> tuple[Path, Weights]:
+    """All tensors of a folder, and the file that names or holds them."""
+    index = folder / f"{_WEIGHTS}.index.json"
+    path = index if index.is_file() else folder / _WEIGHTS
+    if not path.is_file():
+        others = [p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".h5", ".ot")]
+        seen = f", only {', '.join(others)}, which can run code" if others else ""
+        raise UserError(f"{folder} holds no {_WEIGHTS}{seen}: download that file of the model")
+    names = {_WEIGHTS}
+    if path == index:
+        table = _read_json(index).get("weight_map")
+        if not isinstance(table, dict):
+            raise UserError(f"{index} has no weight_map: download it again")
+        names = {Path(str(name)).name for name in table.values()}  # never outside the folder
+    try:
+        parts = [load_file(folder / name) for name in sorted(names)]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: weights cannot be read ({error}): download again") from error
+    return path, {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, block_size: int) -> None:
+    """The files that `AutoTokenizer` and `generate` read; end-of-text is the only control token."""
+    tokenizer.save(folder)
+    eot = "<|endoftext|>"
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": eot,
+        "eos_token": eot,
+        "unk_token": eot,
+        "pad_token": eot,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": block_size,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot_id)
+    drawing = {"do_sample": True, "temperature": 0.8, "top_k": 50}
+    _write_json(folder / "generation_config.json", {**ids, **drawing})
+
+
+def _compare(model: GPT, folder: Path) -> dict[str, Any]:
+    """The largest difference between our logits and those of the folder just written.
+
+    Raises:
+        UserError: they are not the same function.
+    """
+    try:
+        import transformers
+    except ImportError:
+        reason = "not compared, transformers is not installed (pip install transformers)"
+        return {"max_logit_difference": None, "compared": reason}
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, model.config.block_size)
+    idx = torch.randint(model.config.vocab_size, shape, generator=generator)
+    with torch.no_grad():
+        logits, other = model(idx)[0], theirs.eval()(idx).logits.float()
+    assert logits is not None
+    difference = float((logits - other).abs().max())
+    limit = _TOLERANCE * max(1.0, float(logits.abs().max()))
+    if not difference <= limit:
+        raise UserError(
+            f"logits of the exported model differ by {difference:.2g} (at most {limit:.2g}) in "
+            f"transformers {transformers.__version__}: nothing was written; try version 5.12"
+        )
+    same = f"at most {difference:.1g} apart, transformers {transformers.__version__}"
+    return {"max_logit_difference": difference, "compared": same}
+
+
+def _card(state: dict[str, Any], values: dict[str, Any], num_params: int, has_picture: bool) -> str:
+    """The model card: what it is, what it was trained on, how to load it."""
+    loss = "not measured" if state["val_loss"] is None else f"{state['val_loss']:.4f} nats a token"
+    name = values["architectures"][0]
+    remote = ", trust_remote_code=True" if name == OWN else ""
+    return "\n".join([
+        "---",
+        "license: unknown  # choose one: your data and you decide",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "---",
+        f"A GPT of {num_params:,} parameters ({name}), trained from scratch with nanogpt_tpu.",
+        "",
+        f"- Data: {state['data']['source']}, {state['data']['num_tokens']:,} tokens",
+        f"- Trained: {state['step']:,} steps, {state['tokens']:,} tokens",
+        f"- Validation loss: {loss}",
+        f"- Tokenizer: {state['tokenizer']['kind']}, {state['tokenizer']['vocab_size']:,} ids; "
+        "each training document begins with `<|endoftext|>`",
+        "",
+        *(["![loss](loss.png)", ""] if has_picture else []),
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{remote})',
+        f'model = AutoModelForCausalLM.from_pretrained("FOLDER"{remote})',
+        "```",
+        "",
+        _ELSEWHERE[name].format(**{"hidden_act": "", **values}),
+        "",
+    ])  # fmt: skip
