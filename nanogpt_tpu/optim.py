@@ -13,6 +13,7 @@ from torch import nn
 
 from nanogpt_tpu.config import TrainConfig
 from nanogpt_tpu.errors import UserError
+from nanogpt_tpu.spmd import lay_out
 
 MUON_MOMENTUM = (0.85, 0.95, 300)  # from, to, over so many steps (modded-nanogpt)
 WSD_DECAY_SHARE = 0.4  # of the steps; the rest after warmup is constant
@@ -37,8 +38,10 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of a config, for a model on its device.
+def make_optimizer(
+    model: nn.Module, config: TrainConfig, mesh: Any = None
+) -> torch.optim.Optimizer:
+    """The optimizer of a config, for a model on its device; Muon's work is split over a mesh.
 
     XLA: step count and learning rate are tensors (`capturable`). As Python numbers they would be
     constants of the program, and new programs appear when a bias correction becomes exactly 1
@@ -62,7 +65,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     optimizer: torch.optim.Optimizer
     if config.optimizer == "muon":
         groups, muon_group = _split_hidden(model, groups, config.weight_decay)
-        optimizer = Muon(muon_group, torch.optim.AdamW(groups, **settings))
+        optimizer = Muon(muon_group, torch.optim.AdamW(groups, **settings), mesh)
     else:
         optimizer = torch.optim.AdamW(groups, **settings)
     for group in optimizer.param_groups:
@@ -103,9 +106,9 @@ class Muon(torch.optim.Optimizer):
     one learning rate and one weight decay serve both (Liu et al. 2025, "Muon is scalable").
     """
 
-    def __init__(self, group: dict[str, Any], adamw: torch.optim.AdamW) -> None:
+    def __init__(self, group: dict[str, Any], adamw: torch.optim.AdamW, mesh: Any = None) -> None:
         super().__init__([*adamw.param_groups, group], {"lr": adamw.defaults["lr"]})
-        self._adamw = adamw
+        self._adamw, self._mesh = adamw, mesh
         self.momentum: float | torch.Tensor = MUON_MOMENTUM[0]
 
     @torch.no_grad()
@@ -124,7 +127,7 @@ class Muon(torch.optim.Optimizer):
             nesterov = param.grad.lerp(momentum, self.momentum)
             for part in map(_wide, nesterov.chunk(num_parts)):
                 stacks.setdefault(part.shape, []).append(part)
-        steps = {shape: iter(orthogonalize(torch.stack(s))) for shape, s in stacks.items()}
+        steps = {shape: iter(self._orthogonalize(torch.stack(s))) for shape, s in stacks.items()}
         for param, num_parts in zip(group["params"], group["num_parts"], strict=True):
             parts = param.chunk(num_parts)
             shape = _wide(parts[0]).shape
@@ -135,6 +138,13 @@ class Muon(torch.optim.Optimizer):
             size = 0.2 * math.sqrt(max(shape))
             param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(step * (group["lr"] * size))
 
+    def _orthogonalize(self, stack: torch.Tensor) -> torch.Tensor:
+        """`orthogonalize`, each device of the mesh doing its share of the matrices."""
+        if self._mesh is None:
+            return orthogonalize(stack)
+        steps = orthogonalize(lay_out(stack, self._mesh, "data"))
+        return lay_out(steps, self._mesh, None)  # gathered in bf16
+
 
 def _wide(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix or its transpose, whichever has no more rows than columns."""
@@ -144,8 +154,8 @@ def _wide(matrix: torch.Tensor) -> torch.Tensor:
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """Replace singular values by about 1 (Newton-Schulz with Polar Express coefficients).
 
-    Takes (n, rows, columns) with rows <= columns, any float dtype; returns fp32. The products run
-    in bf16 on accelerators, where the method was made to, and in fp32 on the CPU.
+    Takes (n, rows, columns) with rows <= columns, any float dtype. The products run, and the result
+    is, in bf16 on accelerators, where the method was made to, and in fp32 on the CPU.
     """
     x = matrices.float()
     # In fp32: a sum of squares in bf16 comes out too small, and the iteration then diverges (seen).
@@ -154,7 +164,7 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     for a, b, c in POLAR_EXPRESS:
         square = x @ x.mT  # (n, rows, rows)
         x = a * x + (b * square + c * square @ square) @ x
-    return x.float()
+    return x
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

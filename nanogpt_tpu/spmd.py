@@ -14,6 +14,15 @@ import torch
 from torch import nn
 
 
+def lay_out(tensor: torch.Tensor, mesh: Any, first: str | None) -> torch.Tensor:
+    """The tensor, its first dimension split over the devices if `first` is "data", else whole."""
+    from torch_xla.distributed import spmd
+
+    spec = (first, *[None] * (tensor.dim() - 1)) if tensor.dim() else ()
+    # XLA: not enable_manual_sharding, which would lay a tensor out anew before its use.
+    return spmd.annotate_custom_sharding(tensor.clone(), mesh, spec).global_tensor
+
+
 class LocalGradients:
     """Sums of a model's gradient and loss over micro steps, one for each device of the mesh."""
 
@@ -75,12 +84,8 @@ class LocalGradients:
     def _enter(self, tensor: torch.Tensor, first: str | None = None) -> torch.Tensor:
         """Each device's own part: all of it, or its rows if the first dimension is "data"."""
         import torch_xla
-        from torch_xla.distributed import spmd
 
-        spec = (first, *[None] * (tensor.dim() - 1)) if tensor.dim() else ()
-        # XLA: not enable_manual_sharding, which would lay a tensor out anew before its use.
-        whole = spmd.annotate_custom_sharding(tensor.clone(), self._mesh, spec).global_tensor
-        return torch_xla._XLAC._spmd_full_to_shard_shape(whole)
+        return torch_xla._XLAC._spmd_full_to_shard_shape(lay_out(tensor, self._mesh, first))
 
     def _leave(self, part: torch.Tensor) -> torch.Tensor:
         """All devices' parts beside each other: (n, *shape), the first dimension split."""

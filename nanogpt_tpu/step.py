@@ -33,7 +33,7 @@ class TrainStep:
         if config.gradient_checkpointing:
             runtime.checkpoint_blocks(model)
         self.model = runtime.prepare(model)
-        self.optimizer = make_optimizer(self.model, config)
+        self.optimizer = make_optimizer(self.model, config, runtime.mesh)
         self._prepared_optimizer = runtime.prepare_optimizer(self.optimizer)
         self._local = self._local_gradients()
         for param in self.model.parameters():
