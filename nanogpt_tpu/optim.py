@@ -142,6 +142,8 @@ class Muon(torch.optim.Optimizer):
         """`orthogonalize`, each device of the mesh doing its share of the matrices."""
         if self._mesh is None:
             return orthogonalize(stack)
+        # XLA: whole first, or the compiler makes each device's share by passing matrices around.
+        stack = lay_out(stack.bfloat16(), self._mesh, None)
         steps = orthogonalize(lay_out(stack, self._mesh, "data"))
         return lay_out(steps, self._mesh, None)  # gathered in bf16
 
