@@ -222,10 +222,10 @@ class _HeadLoss(Function):
         narrow = weight.to(BF16)
         own = (x.float() * narrow.index_select(0, ids).float()).sum(-1, keepdim=True)  # (N, 1)
         logits = (x @ narrow.t()).float()  # (N, P)
-        e = torch.exp((logits - own).clamp(max=_LARGEST_GAP))
-        if vocab_size < weight.size(0):
-            column = torch.arange(weight.size(0), device=x.device, dtype=torch.int32)
-            e = torch.where(column < vocab_size, e, 0.0)
+        # One minimum keeps the exponential finite and takes out the columns that only pad.
+        column = torch.arange(weight.size(0), device=x.device, dtype=torch.int32)
+        cap = torch.where(column < vocab_size, _LARGEST_GAP, -1e30)  # (P,)
+        e = torch.exp(torch.minimum(logits - own, cap))
         total = e.sum(-1, keepdim=True)  # (N, 1)
         share = counts / counts.sum().clamp(min=1)
         ctx.save_for_backward(x, narrow, ids, e.to(BF16), total, share)

@@ -177,6 +177,7 @@ def _memory(measured: dict[str, Any]) -> dict[str, int]:
     known = measured["parameter_bytes"] + measured["optimizer_bytes"]
     return {
         "parameters": measured["parameter_bytes"],
+        "parameters in bf16": measured["copy_bytes"],
         "optimizer state": measured["optimizer_bytes"],
         "gradient sums": stays - known,
         "activations": max(p["temp_bytes"] + p["new_output_bytes"] for p in programs.values()),

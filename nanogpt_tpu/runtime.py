@@ -157,6 +157,11 @@ class Runtime:
         self.cut()
         return total
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products run in."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Matrix products in bf16 over fp32 weights, or nothing for fp32."""
         on = self.precision == "bf16"

@@ -24,11 +24,18 @@ def lay_out(tensor: torch.Tensor, mesh: Any, first: str | None) -> torch.Tensor:
 
 
 class LocalGradients:
-    """Sums of a model's gradient and loss over micro steps, one for each device of the mesh."""
+    """Sums of a model's gradient and loss over micro steps, one for each device of the mesh.
 
-    def __init__(self, model: nn.Module, mesh: Any) -> None:
+    Attributes:
+        copies: matrices by name in `dtype`, what autocast would make of them in every micro step.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Any, dtype: torch.dtype) -> None:
         self._model, self._mesh, self._num_devices = model, mesh, int(mesh.size())
         self._params = dict(model.named_parameters())
+        self._dtype = dtype
+        self.copies: dict[str, torch.Tensor] = {}
+        self.copy_weights()
         self._sums: dict[str, torch.Tensor] = {}  # (n, *shape) fp32, the first dimension split
         self._loss = self._zeros(())
         self._clear()
@@ -42,7 +49,9 @@ class LocalGradients:
         """Add the gradient and loss of a batch (rows, T), rows split over the devices."""
         local = {name: self._enter(tensor) for name, tensor in self._model.named_buffers()}
         for name, param in self._params.items():
-            local[name] = self._enter(param.detach()).requires_grad_(param.requires_grad)
+            # In fp32, so that gradients are; the compiler drops the way there and back.
+            weight = self._enter(self.copies.get(name, param.detach())).float()
+            local[name] = weight.detach().requires_grad_(param.requires_grad)
         step = _ForwardBackward(self._model, autocast)
         weights = {f"model.{name}": tensor for name, tensor in local.items()}
         batch = (self._enter(idx, "data"), self._enter(targets, "data"))
@@ -62,6 +71,12 @@ class LocalGradients:
         loss = self._loss.sum() / count
         self._clear()
         return loss
+
+    def copy_weights(self) -> None:
+        """Take the weights as they are now; to be called after each update of them."""
+        if self._dtype != torch.float32:
+            matrices = {name: param for name, param in self._params.items() if param.dim() >= 2}
+            self.copies = {name: p.detach().to(self._dtype) for name, p in matrices.items()}
 
     def _clear(self) -> None:
         self._loss = self._zeros(())

@@ -51,7 +51,7 @@ class TrainStep:
         mesh, model = self._runtime.mesh, self.model
         if mesh is None or not isinstance(model, GPT) or model.config.dropout > 0:
             return None
-        return LocalGradients(model, mesh)
+        return LocalGradients(model, mesh, self._runtime.dtype)
 
     def parameter_names(self) -> dict[torch.Tensor, str]:
         """Each parameter's name in the unwrapped model: how optimizer state is stored."""
@@ -71,6 +71,10 @@ class TrainStep:
             placed_idx, placed_targets = self._runtime.place(idx[part], targets[part])
             self._micro_step(placed_idx, placed_targets, is_last)
         self._update(step)
+
+    def copies(self) -> list[torch.Tensor]:
+        """What is held on the device beside weights, gradients and optimizer state."""
+        return [] if self._local is None else list(self._local.copies.values())
 
     def measure(self) -> dict[str, float]:
         """Read the device: loss, grad_norm, bad_step and, of a GPT, max_attention_logit."""
@@ -117,4 +121,6 @@ class TrainStep:
             set_to_none=self._local is not None or not runtime.is_xla
         )
         self._loss_sum.zero_()
+        if self._local is not None:
+            self._local.copy_weights()
         runtime.cut()

@@ -89,6 +89,7 @@ class Traced:
 
     hlo: dict[str, bytes]
     parameter_bytes: int
+    copy_bytes: int
     optimizer_bytes: int
 
 
@@ -109,7 +110,8 @@ def trace(config: TrainConfig, num_chips: int) -> Traced:
     step.run(1, ids, ids)
     hlo["micro step"], hlo["optimizer step"] = runtime.programs
     states = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
-    return Traced(hlo, sum(map(_num_bytes, model.parameters())), sum(map(_num_bytes, states)))
+    held = (model.parameters(), step.copies(), states)
+    return Traced(hlo, *(sum(map(_num_bytes, tensors)) for tensors in held))
 
 
 def _trace_evaluation(config: TrainConfig, runtime: Tracer, ids: torch.Tensor) -> bytes:
@@ -146,6 +148,7 @@ def measure(config: TrainConfig, topology_name: str) -> dict[str, Any]:
         programs[name] = _summary(program, costs)
     return {
         "parameter_bytes": traced.parameter_bytes,
+        "copy_bytes": traced.copy_bytes,
         "optimizer_bytes": traced.optimizer_bytes,
         "programs": programs,
     }
