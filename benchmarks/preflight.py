@@ -1,4 +1,4 @@
-"""What the TPU's compiler says of every preset: writes preflight.md and preflight.png beside itself.
+"""What the TPU's compiler says of every preset: writes preflight.md and preflight.png here.
 
     python benchmarks/preflight.py                 # about an hour on two cores, no TPU
 

@@ -124,7 +124,7 @@ def program_counts(runtime, data, out, optimizer):
 
 def measure_programs(runtime, data, out):
     """Programs compiled after each of three steps that are all logged."""
-    run = config(data, out)
+    run = config(data, out, precision=runtime.precision, optimizer="muon")
     plan = run.plan(runtime.num_devices)
     loader = ShardLoader(data, "train", run.seq_len, plan.sequences_per_step, seed=run.seed)
     step = TrainStep(ng.GPT(run.model), run, plan, runtime)
@@ -172,7 +172,8 @@ def main(data, work):
     facts["ten_val_losses"] = [r["val_loss"] for r in read_metrics(work / "ten") if "val_loss" in r]
     runtime = Runtime("xla-cpu:8", "fp32")
     facts["placement"] = placement(runtime, data)
-    facts["measure_programs"] = measure_programs(runtime, data, work / "unused")
+    narrow = Runtime("xla-cpu:8", "bf16")
+    facts["measure_programs"] = measure_programs(narrow, data, work / "unused")
     for optimizer in ("adamw", "muon"):
         counts = program_counts(runtime, data, work / "unused", optimizer)
         facts[f"programs_{optimizer}"] = counts

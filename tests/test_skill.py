@@ -31,7 +31,7 @@ def test_front_matter_is_what_assistants_load():
 @pytest.mark.parametrize("text", [SKILL, README], ids=["SKILL", "README"])
 def test_commands_flags_and_names_exist(text):
     _, commands = make_parser()
-    for command in re.findall(r"nanogpt-tpu ([a-z]+)\b", text):
+    for command in re.findall(r"nanogpt-tpu ([a-z]+(?:-[a-z]+)*)", text):
         assert command in commands, command
     flags = {flag for parser in commands.values() for flag in parser._option_string_actions}
     own_flags = {*flags, "--no-deps", "--help", "--nproc-per-node"}
