@@ -49,6 +49,21 @@ def find(micro_batch_size: int, seq_len: int, config: ModelConfig) -> Kernel | N
     return _kernels().get(kernel_key(micro_batch_size, seq_len, config))
 
 
+def describe(micro_batch_size: int, seq_len: int, config: ModelConfig) -> str:
+    """How a TPU would compute attention, and why not in a kernel if not."""
+    if config.attention == "sdpa" or config.attention_fp32 or config.dropout > 0:
+        return "plain (attention_fp32, dropout or sdpa ask for it)"
+    if find(micro_batch_size, seq_len, config) is not None:
+        return "a kernel"
+    if config.attention == "auto" and not _is_known_tpu():
+        return f"matrix products (kernels are for TPUs with libtpu {' or '.join(LIBTPU)})"
+    if config.attention == "xla":
+        return "matrix products, as asked"
+    known = ", ".join(sorted(_kernels()))
+    key = kernel_key(micro_batch_size, seq_len, config)
+    return f"matrix products (no kernel of shape {key}; there are: {known})"
+
+
 def _is_known_tpu() -> bool:
     return os.environ.get("PJRT_DEVICE") == "TPU" and is_known_libtpu()
 

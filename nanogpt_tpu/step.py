@@ -7,6 +7,7 @@ same from the first step to the last: one micro step, one update.
 import torch
 from torch import nn
 
+from nanogpt_tpu import kernels
 from nanogpt_tpu.config import BatchPlan, TrainConfig
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.model import GPT
@@ -71,6 +72,15 @@ class TrainStep:
             placed_idx, placed_targets = self._runtime.place(idx[part], targets[part])
             self._micro_step(placed_idx, placed_targets, is_last)
         self._update(step)
+
+    def describe(self) -> list[str]:
+        """Where it runs and, on XLA, how attention is computed: lines for people."""
+        runtime, lines = self._runtime, [f"Device: {self._runtime.describe()}"]
+        model = runtime.unwrap(self.model)
+        if runtime.is_xla and runtime.precision == "bf16" and isinstance(model, GPT):
+            how = kernels.describe(self._plan.micro_batch_size, self._plan.seq_len, model.config)
+            lines.append(f"Attention: {how}")
+        return lines
 
     def copies(self) -> list[torch.Tensor]:
         """What is held on the device beside weights, gradients and optimizer state."""

@@ -114,7 +114,7 @@ class _Session:
             restore_optimizer(self._train_step.optimizer, names, checkpoint.load(OPTIMIZER))
             self.step, self._val_loss = checkpoint.step, checkpoint.state.get("val_loss")
         lines = start.describe(self._plan, num_params(self._model))
-        for line in [f"Device: {self._runtime.describe()}", *lines, *start.lines]:
+        for line in [*self._train_step.describe(), *lines, *start.lines]:
             self.say(line)
 
     def _make_evaluator(self) -> Evaluator | None:

@@ -59,3 +59,27 @@ def test_an_unknown_libtpu_gets_no_kernel(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.99")
     assert find(16, 1024, preset("tpu-fast").model) is None
     kernels.is_known_libtpu.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, "a kernel"),
+        ({"micro_batch_size": 7}, "matrix products (no kernel of shape 7x1024 6x128 qk_norm rope;"),
+        ({"attention": "xla"}, "matrix products, as asked"),
+        ({"attention_fp32": True}, "plain"),
+        ({"dropout": 0.1}, "plain"),
+    ],
+)
+def test_what_is_said_of_attention(monkeypatch, changes, words):
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setattr("nanogpt_tpu.kernels.is_known_libtpu", lambda: True)
+    config = preset("tpu-fast", **changes)
+    said = kernels.describe(config.micro_batch_size, config.context, config.model)
+    assert said.startswith(words)
+
+
+def test_attention_elsewhere_needs_no_kernel(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    config = preset("tpu-fast")
+    assert "kernels are for TPUs" in kernels.describe(16, 1024, config.model)
