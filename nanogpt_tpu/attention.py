@@ -8,6 +8,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from nanogpt_tpu.fused import count
+
 QK_EPS = 1e-12  # far below any real q or k: tiny vectors are normalized all the same
 # Finite, and representable in bf16: the lowest fp32 number would become -inf there.
 MASKED = -1e30
@@ -52,5 +54,5 @@ def largest_logit(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def visible(start: int, end: int, device: torch.device) -> torch.Tensor:
     """Which of the tokens before `end` the tokens start..end may look at: (end - start, end)."""
-    position = torch.arange(end, device=device, dtype=torch.int32)
+    position = count(end, device)
     return position[start:, None] >= position[None, :]

@@ -9,6 +9,7 @@ Letters: B sequences, T tokens, C = n_embd, F features, N = B T, P = padded voca
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,21 @@ _LARGEST_GAP = 80.0  # e^80 is far inside fp32 and bf16
 def is_lean(tensor: torch.Tensor) -> bool:
     """Whether a computation on this tensor takes the lean form."""
     return tensor.device.type == "xla" and torch.is_autocast_enabled("xla")
+
+
+def count(size: int, device: torch.device) -> torch.Tensor:
+    """0, 1, ..., size - 1 as int32 (size,).
+
+    XLA: torch.arange would be made on the host and sent anew in every micro step.
+    """
+    if device.type != "xla":
+        return torch.arange(size, device=device, dtype=torch.int32)
+    return _count_on_xla(size, str(device))
+
+
+@cache
+def _count_on_xla(size: int, device: str) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.int32).to(device)
 
 
 def embed(weight: torch.Tensor, idx: torch.Tensor) -> torch.Tensor:
@@ -223,7 +239,7 @@ class _HeadLoss(Function):
         own = (x.float() * narrow.index_select(0, ids).float()).sum(-1, keepdim=True)  # (N, 1)
         logits = (x @ narrow.t()).float()  # (N, P)
         # One minimum keeps the exponential finite and takes out the columns that only pad.
-        column = torch.arange(weight.size(0), device=x.device, dtype=torch.int32)
+        column = count(weight.size(0), x.device)
         cap = torch.where(column < vocab_size, _LARGEST_GAP, -1e30)  # (P,)
         e = torch.exp(torch.minimum(logits - own, cap))
         total = e.sum(-1, keepdim=True)  # (N, 1)
@@ -236,7 +252,7 @@ class _HeadLoss(Function):
         x, narrow, ids, e, total, share = ctx.saved_tensors
         scale = grad * share / total  # (N, 1)
         # Probability minus one at the target, times total: in place of E there, so no scatter.
-        column = torch.arange(e.size(1), device=e.device, dtype=torch.int32)
+        column = count(e.size(1), e.device)
         is_target = column[None, :] == ids.int()[:, None]
         error = torch.where(is_target, (1 - total).to(BF16), e)  # (N, P)
         grad_x = ((error @ narrow).float() * scale).to(x.dtype)

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from nanogpt_tpu.attention import MASKED, QK_EPS, visible
 from nanogpt_tpu.config import ModelConfig
-from nanogpt_tpu.fused import BF16, product
+from nanogpt_tpu.fused import BF16, count, product
 from nanogpt_tpu.kernels import LANES, Kernel, call_kernel
 
 _NUM_BLOCKS = 4  # of rows: what lies above the diagonal blocks is never computed
@@ -117,7 +117,7 @@ def _half_turned(x: torch.Tensor) -> torch.Tensor:
     XLA: as a product with a permutation matrix, exact in bf16: slices of half a tile cost more.
     """
     size = x.size(-1)
-    index = torch.arange(size, device=x.device, dtype=torch.int32)
+    index = count(size, x.device)
     swap = (index[:, None] == (index[None, :] + size // 2) % size).to(BF16)
     return x @ swap
 
