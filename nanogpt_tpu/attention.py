@@ -1,4 +1,4 @@
-"""Causal self-attention in two plain forms, the reference of `fused_attention`'s.
+"""Causal self-attention in two plain forms, the reference of `fused_attention`'s, and rotation.
 
 Letters: B sequences, T tokens, H heads, D = head size.
 """
@@ -13,6 +13,7 @@ from nanogpt_tpu.fused import count
 QK_EPS = 1e-12  # far below any real q or k: tiny vectors are normalized all the same
 # Finite, and representable in bf16: the lowest fp32 number would become -inf there.
 MASKED = -1e30
+_ROPE_BASE = 10_000.0
 
 
 def causal_attention(
@@ -56,3 +57,16 @@ def visible(start: int, end: int, device: torch.device) -> torch.Tensor:
     """Which of the tokens before `end` the tokens start..end may look at: (end - start, end)."""
     position = count(end, device)
     return position[start:, None] >= position[None, :]
+
+
+def rope_tables(seq_len: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of rotary positions, each (T, D/2) fp32 (Su et al. 2021, RoFormer)."""
+    rates = _ROPE_BASE ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), rates)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (i, i + D/2) of x (B, H, T, D) by its positions' angles, tables (T, D/2)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

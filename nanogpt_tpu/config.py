@@ -176,12 +176,14 @@ class TrainConfig:
     checkpoint_minutes: float | None = 20.0
     keep_last: int = 2
     sample_every: int | None = 1000
+    init_from: str | None = None
+    """A run or checkpoint whose weights and model settings a new run begins with."""
     resume: str = "auto"
     """auto (newest valid checkpoint in `out`), never, or a path to a run or checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
-        for name in ("data", "out", "resume"):
+        for name in ("data", "out", "init_from", "resume"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
         well_typed(self)

@@ -109,7 +109,10 @@ def import_hf(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
     model = GPT(config)
     fill(model, weights, path)
     has_own = (folder / FILE_NAME).is_file() or config.vocab_size != 50257
-    tokenizer = load_tokenizer(folder if has_own else "gpt2")
+    try:
+        tokenizer = load_tokenizer(folder if has_own else "gpt2")
+    except UserError as error:
+        raise UserError(f"{folder}: copy the model's tokenizer.json there ({error})") from error
     model.check_tokenizer(tokenizer.vocab_size, tokenizer.sha256)
     run = TrainConfig(model=config).to_dict()
     state = {
@@ -163,7 +166,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ValueError("no object")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give a Hugging Face folder") from error
+        raise UserError(
+            f"{path} cannot be read ({error}): give a folder, as made by "
+            "hf download openai-community/gpt2 --local-dir gpt2-folder"
+        ) from error
     return values
 
 
@@ -252,11 +258,12 @@ def _card(state: dict[str, Any], values: dict[str, Any], num_params: int, has_pi
         "---",
         f"A GPT of {num_params:,} parameters ({name}), trained from scratch with nanogpt_tpu.",
         "",
-        f"- Data: {state['data']['source']}, {state['data']['num_tokens']:,} tokens",
+        f"- Data: {Path(state['data']['source']).name}, {state['data']['num_tokens']:,} tokens",
         f"- Trained: {state['step']:,} steps, {state['tokens']:,} tokens",
         f"- Validation loss: {loss}",
         f"- Tokenizer: {state['tokenizer']['kind']}, {state['tokenizer']['vocab_size']:,} ids; "
         "each training document begins with `<|endoftext|>`",
+        f"- Context: {state['config']['model']['block_size']:,} tokens, prompt included",
         "",
         *(["![loss](loss.png)", ""] if has_picture else []),
         "```python",
@@ -264,6 +271,8 @@ def _card(state: dict[str, Any], values: dict[str, Any], num_params: int, has_pi
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{remote})',
         f'model = AutoModelForCausalLM.from_pretrained("FOLDER"{remote})',
+        'ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
+        "print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))",
         "```",
         "",
         _ELSEWHERE[name].format(**{"hidden_act": "", **values}),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanogpt_tpu import fused, kernels
-from nanogpt_tpu.attention import QK_EPS, causal_attention, largest_logit
+from nanogpt_tpu.attention import QK_EPS, causal_attention, largest_logit, rope_tables, rotate
 from nanogpt_tpu.config import ModelConfig
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.fused_attention import lean_attention
@@ -25,8 +25,7 @@ from nanogpt_tpu.fused_attention import lean_attention
 IGNORED_TARGET = -100  # PyTorch's own: any model that uses F.cross_entropy leaves these out
 NORM_EPS = 1e-5  # stated: the default of F.rms_norm depends on the dtype
 _MASKED_LOGIT = -1e30
-_ROPE_BASE = 10_000.0
-Rope = tuple[torch.Tensor, torch.Tensor] | None  # the tables below, (T, D/2) each
+Rope = tuple[torch.Tensor, torch.Tensor] | None  # of `rope_tables`
 
 
 class Linear(nn.Linear):
@@ -58,19 +57,6 @@ def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm()
     return LayerNorm(config.n_embd, eps=NORM_EPS, bias=config.bias)
-
-
-def rope_tables(seq_len: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of rotary positions, each (T, D/2) fp32 (Su et al. 2021, RoFormer)."""
-    rates = _ROPE_BASE ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), rates)
-    return angles.cos().float(), angles.sin().float()
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + D/2) of x (B, H, T, D) by its positions' angles, tables (T, D/2)."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -198,8 +184,13 @@ class GPT(nn.Module):
             else:
                 nn.init.normal_(param, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def _embed(self, idx: torch.Tensor) -> tuple[torch.Tensor, Rope]:
-        """Token ids (B, T) -> what the first block takes: (B, T, C), and the rope tables."""
+    def embed(
+        self, idx: torch.Tensor, position: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Rope]:
+        """Token ids (B, T) -> what the first block takes: (B, T, C), and the rope tables.
+
+        With `position` (B,), ids are (B, 1) and stand there; tables are (B, 1, 1, D/2) then.
+        """
         seq_len = idx.size(1)
         if seq_len > self.config.block_size:
             raise UserError(
@@ -207,15 +198,17 @@ class GPT(nn.Module):
                 "shorten the input"
             )
         x, rope = fused.embed(self.wte.weight, idx), None
+        where = slice(0, seq_len) if position is None else position[:, None]
         if self.wpe is not None:
-            x = x + self.wpe.weight[:seq_len].to(x.dtype)
+            x = x + self.wpe.weight[where].to(x.dtype)
         else:
-            rope = (self.rope_cos[:seq_len], self.rope_sin[:seq_len])
+            where = where if position is None else position[:, None, None]
+            rope = (self.rope_cos[where], self.rope_sin[where])
         return self.drop(x), rope
 
     def features(self, idx: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> final hidden states (B, T, C)."""
-        x, rope = self._embed(idx)
+        x, rope = self.embed(idx)
         for block in self.h:
             x = block(x, rope)
         return self.ln_f(x)
@@ -223,7 +216,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def max_attention_logit(self, idx: torch.Tensor) -> torch.Tensor:
         """The largest attention logit of any layer for ids (B, T), a scalar: early warning."""
-        (x, rope), largest = self._embed(idx), []
+        (x, rope), largest = self.embed(idx), []
         for block in self.h:
             assert isinstance(block, Block)
             largest.append(largest_logit(*block.attn.heads(block.ln_1(x), rope)[:2]))

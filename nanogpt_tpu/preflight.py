@@ -209,12 +209,13 @@ def describe(found: dict[str, Any]) -> list[str]:
         f"{head}: fits, {peak / gib:.2f} of {limit:.2f} GiB a chip",
         f"  {found['tokens_per_s']:,.0f} tokens/s by the compiler's clock, "
         f"{roof['tokens_per_s']:,.0f} by the roofline; MFU {found['mfu']:.0%}; "
-        f"{found['vs_blog']:.2f}x the first recipe's estimate",
+        f"{found['vs_blog']:.2f}x the estimate of the first Kaggle recipe (124M)",
         f"  step {found['step_s'] * 1e3:.0f} ms = {found['num_micro_steps']} x "
         f"{found['micro_step_s'] * 1e3:.1f} + {found['optimizer_step_s'] * 1e3:.1f} ms "
         f"(roofline {roof['micro_step_s'] * 1e3:.1f} and {roof['optimizer_step_s'] * 1e3:.1f}); "
         f"kernels modelled at {found['pallas_modelled_s'] * 1e3:.1f} ms a micro step",
-        f"  planned tokens in {found['hours']:.1f} h, evaluations, compiling and saving apart",
+        f"  the planned tokens take {found['hours']:.1f} h ({found['hours'] * 60:.0f} min), "
+        "evaluations, compiling and saving apart",
     ]
     lines += [f"  {size / gib:6.2f} GiB {name}" for name, size in found["hbm_bytes"].items()]
     for name, moved in found["collectives"].items():

@@ -2,9 +2,9 @@
 
     text = generate(model, tokenizer, "The future of AI is", max_new_tokens=64, seed=1)
 
-Every token runs the whole window again (no cache yet). Beyond the model's context the window
-slides: the oldest tokens are forgotten. Choosing the token happens on the host, with a generator
-of its own for each sample, so a sample does not depend on how many others are drawn with it.
+Beyond the model's context the older half of it is forgotten (see `decoder`). Choosing the token
+happens on the host, with a generator of its own for each sample, so a sample does not depend on how
+many others are drawn with it.
 """
 
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanogpt_tpu.decoder import Decoder
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.model import GPT
 from nanogpt_tpu.runtime import Runtime
@@ -60,16 +61,21 @@ class Sampling:
             raise UserError("the model's logits are not finite: it diverged; load an earlier step")
         if self.temperature == 0:
             return int(logits.argmax())
-        logits = (logits - logits.max()) / self.temperature
-        if self.top_k is not None and self.top_k < logits.numel():
-            ranked = logits.sort(descending=True, stable=True).indices
-            logits[ranked[self.top_k :]] = -math.inf
-        probs = logits.softmax(dim=-1)
+        kept = self._likeliest(logits)
+        probs = ((logits[kept] - logits.max()) / self.temperature).softmax(dim=-1)
         if self.top_p is not None and self.top_p < 1:
             ranked_probs, ranked = probs.sort(descending=True, stable=True)
             before = ranked_probs.cumsum(-1) - ranked_probs  # mass of the likelier ones
             probs[ranked[before >= self.top_p]] = 0.0  # the likeliest always stays
-        return int(torch.multinomial(probs, 1, generator=generator))
+        return int(kept[torch.multinomial(probs, 1, generator=generator)])
+
+    def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The ids that top-k leaves, ascending: exactly k, of equal ones the first. No sort."""
+        if self.top_k is None or self.top_k >= logits.numel():
+            return torch.arange(logits.numel())
+        last = logits.topk(self.top_k).values[-1]
+        above, equal = (logits > last).nonzero()[:, 0], (logits == last).nonzero()[:, 0]
+        return torch.cat((above, equal[: self.top_k - above.numel()])).sort().values
 
 
 def sample(
@@ -143,36 +149,18 @@ def _extend(
     """Append new ids to each row until it stops; why each one did."""
     was_training = model.training
     model.eval()
-    context = model.config.block_size
+    next_logits = Decoder(model, runtime)
     generators = [torch.Generator().manual_seed(seed + n) for n in range(len(rows))]
-    reasons = [""] * len(rows)
+    reasons, ends = [""] * len(rows), [len(row) + max_new_tokens for row in rows]
     for _ in range(max_new_tokens):
-        logits = _next_logits(model, [row[-context:] for row in rows], runtime)  # (n, V)
+        logits = next_logits(rows)  # (n, V)
         for n, row in enumerate(rows):
-            if not reasons[n]:
-                row.append(sampling.choose(logits[n], generators[n]))
-                if row[-1] == stop_id:
-                    reasons[n] = "eot"
+            row.append(sampling.choose(logits[n], generators[n]))
+            if row[-1] == stop_id and not reasons[n]:
+                reasons[n], ends[n] = "eot", len(row)
         if all(reasons):
             break
+    for row, end in zip(rows, ends, strict=True):
+        del row[end:]  # a row that had ended was run on beside the others
     model.train(was_training)
     return [reason or "length" for reason in reasons]
-
-
-def _next_logits(model: GPT, windows: list[list[int]], runtime: Runtime) -> torch.Tensor:
-    """fp32 logits (n, V) on the host after the last token of each window.
-
-    XLA: windows are padded on the right to the whole context, which causal attention never looks
-    at, so that every call has one shape and one program.
-    """
-    context = model.config.block_size
-    longest = context if runtime.is_xla else max(map(len, windows))
-    idx = torch.zeros(len(windows), longest, dtype=torch.int64)
-    for n, window in enumerate(windows):
-        idx[n, : len(window)] = torch.tensor(window)
-    last = torch.tensor([len(window) - 1 for window in windows])
-    with runtime.autocast():
-        x = model.features(idx.to(runtime.device))  # (n, T, C)
-        rows = torch.arange(len(windows), device=x.device)
-        logits = model.head(x[rows, last.to(x.device)])  # (n, P)
-    return logits[:, : model.config.vocab_size].float().cpu()

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from nanogpt_tpu.config import BatchPlan, TrainConfig, preset
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.manifest import Manifest
 from nanogpt_tpu.metrics import METRICS, SAMPLES
+from nanogpt_tpu.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanogpt_tpu.tokenizer import Tokenizer, load_tokenizer
 
 # Each of these decides the weights or the batches: a resumed run must share them.
@@ -39,6 +40,8 @@ class Start:
     tokenizer: Tokenizer
     checkpoint: Checkpoint | None
     """What to go on from; None starts anew."""
+    origin: Checkpoint | None
+    """Whose weights a new run begins with; None draws them."""
     lines: list[str]
     """What was chosen, and why, for people."""
 
@@ -108,12 +111,32 @@ def find_start(config: TrainConfig) -> Start:
     """
     run_dir, data_dir = _folders(config)
     manifest = Manifest.load(data_dir)
+    origin = None if config.init_from is None else open_checkpoint(config.init_from)
+    if origin is not None:
+        config = _with_model_of(origin, config)
+        if origin.state["tokenizer"]["sha256"] != manifest.tokenizer["sha256"]:
+            raise UserError(
+                f"init_from {config.init_from!r}: its tokenizer is not that of {data_dir}; prepare "
+                f"the data with --tokenizer {origin.folder / TOKENIZER_FILE}"
+            )
     config = _follow_data(config, manifest)
     tokenizer = load_tokenizer(data_dir)
     if tokenizer.sha256 != manifest.tokenizer["sha256"]:
         raise UserError(f"data {data_dir}: tokenizer.json is not the one that made its shards")
     checkpoint, lines = _find_checkpoint(config, run_dir, manifest)
-    return Start(config, run_dir, data_dir, manifest, tokenizer, checkpoint, lines)
+    if checkpoint is None and origin is not None:
+        lines.append(f"Beginning with the weights of {origin.folder} (step {origin.step}).")
+    return Start(config, run_dir, data_dir, manifest, tokenizer, checkpoint, origin, lines)
+
+
+def _with_model_of(origin: Checkpoint, config: TrainConfig) -> TrainConfig:
+    """`config` with the model that weights were made for; dropout and attention stay free."""
+    try:
+        saved = TrainConfig.from_dict(origin.state["config"]).model
+    except (KeyError, TypeError, UserError) as error:
+        raise UserError(f"{origin.folder}: its state.json is not of a run ({error})") from error
+    free = {name: getattr(config.model, name) for name in _FREE_MODEL_FIELDS}
+    return config.replace(model=replace(saved, **free))
 
 
 def _folders(config: TrainConfig) -> tuple[Path, Path]:
@@ -187,6 +210,11 @@ def _find_input_checkpoint(
 
 def _refuse_another_run(checkpoint: Checkpoint, config: TrainConfig, manifest: Manifest) -> None:
     """Raise if a checkpoint is of another run, naming what differs and both values."""
+    if str(checkpoint.state.get("data", {}).get("source")).startswith("imported: "):
+        raise UserError(
+            f"{checkpoint.folder} holds imported weights, no run to go on with: to begin with "
+            "them, name that folder with --init-from and give another --out"
+        )
     differing = [
         f"{name} is {now} now and {then} there"
         for name, now, then in _compare(checkpoint, config, manifest)

@@ -105,11 +105,11 @@ class _Session:
         self._model = GPT(config.model) if model is None else model
         if isinstance(self._model, GPT):
             self._model.tokenizer_sha256 = start.tokenizer.sha256
-        if (checkpoint := start.checkpoint) is not None:
-            load_weights(self._model, checkpoint)
+        if (weights := start.checkpoint or start.origin) is not None:
+            load_weights(self._model, weights)
         self._train_step = TrainStep(self._model, config, self._plan, self._runtime)
         self.step, self._val_loss, self.is_nan = 0, None, False
-        if checkpoint is not None:
+        if (checkpoint := start.checkpoint) is not None:
             names = self._train_step.parameter_names()
             restore_optimizer(self._train_step.optimizer, names, checkpoint.load(OPTIMIZER))
             self.step, self._val_loss = checkpoint.step, checkpoint.state.get("val_loss")

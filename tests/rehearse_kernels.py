@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanogpt_tpu import fused, kernels, pallas_attention, preset
-from nanogpt_tpu.attention import QK_EPS
-from nanogpt_tpu.model import rope_tables, rotate
+from nanogpt_tpu.attention import QK_EPS, rope_tables, rotate
 
 SHAPES = [
     ("tpu-fast", 1, 1024, 2),

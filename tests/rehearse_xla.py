@@ -141,14 +141,14 @@ def shapes_seen(run_dir, runtime):
     model, tokenizer, _ = load_checkpoint(run_dir)
     runtime.prepare(model)
     shapes, counts = set(), []
-    original = model.features
+    original = model.embed
 
-    def features(idx):
+    def embed(idx, *rest):
         shapes.add(tuple(idx.shape))
         counts.append(runtime.num_programs())
-        return original(idx)
+        return original(idx, *rest)
 
-    model.features = features
+    model.embed = embed
     drawn, _ = sample(
         model, tokenizer, "ab", max_new_tokens=40, top_k=None, stop_at_eot=False, runtime=runtime
     )

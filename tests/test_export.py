@@ -281,3 +281,18 @@ def test_json(tmp_path, capsys):
     assert found["architecture"] == "GPT2LMHeadModel"
     assert found["max_logit_difference"] < 1e-4
     assert found["num_params"] == ng.GPT(ModelConfig(**SMALL)).num_params()
+
+
+def test_imported_weights_are_begun_with_not_gone_on_with(tmp_path, capsys):
+    write_gpt2(tmp_path / "in")
+    ng.import_hf(tmp_path / "in", tmp_path / "gpt2")
+    (tmp_path / "text.txt").write_text("some words to learn from " * 60)
+    own = str(tmp_path / "gpt2" / "tokenizer.json")
+    ng.prepare(tmp_path / "text.txt", tmp_path / "data", own)
+    run = ["train", "--preset", "tiny", "--device", "cpu", "--data", str(tmp_path / "data")]
+    run += ["--num-steps", "1", "--tokens-per-step", "32", "--eval-every", "none", "--out"]
+    assert main([*run, str(tmp_path / "gpt2")]) == 2
+    assert "with --init-from and give another --out" in capsys.readouterr().err
+    assert main([*run, str(tmp_path / "new"), "--init-from", str(tmp_path / "gpt2")]) == 0
+    model, _, state = ng.load_checkpoint(tmp_path / "new")
+    assert (model.config.n_embd, model.config.block_size, state["step"]) == (32, 16, 1)

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from nanogpt_tpu.attention import causal_attention
+from nanogpt_tpu.attention import causal_attention, rope_tables, rotate
 from nanogpt_tpu.config import ModelConfig, preset
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.fused import rms_norm
-from nanogpt_tpu.model import GPT, IGNORED_TARGET, NORM_EPS, QK_EPS, rope_tables, rotate
+from nanogpt_tpu.model import GPT, IGNORED_TARGET, NORM_EPS, QK_EPS
 
 SWITCHES = [
     {},

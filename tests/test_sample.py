@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from nanogpt_tpu.config import preset
+from nanogpt_tpu.decoder import Decoder
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.model import GPT
+from nanogpt_tpu.runtime import Runtime
 from nanogpt_tpu.sample import Sampling, generate, sample
 from nanogpt_tpu.tokenizer import load_tokenizer
 
@@ -134,16 +136,55 @@ def test_marker_text_in_a_prompt_is_ordinary_and_stays(model):
     assert generate(model, TOKENIZER, prompt, max_new_tokens=3).startswith(prompt)
 
 
-def test_rows_of_different_ends_do_not_disturb_each_other(model):
-    """With right padding, a row's logits must come from its own last token."""
-    from nanogpt_tpu.runtime import Runtime
-    from nanogpt_tpu.sample import _next_logits
+RECIPES = ("gpt2", "tpu-fast", "blog")
 
-    windows = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
-    together = _next_logits(model, windows, Runtime("cpu", "fp32"))
-    for row, window in zip(together, windows, strict=True):
-        alone = model(torch.tensor([window]))[0][0, -1]
-        assert torch.allclose(row, alone, atol=1e-5)
+
+def recipe(name, context=24):
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 48, "block_size": context, "vocab_size": 257}
+    model = GPT(preset(name, **shape).model)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_cached_logits_are_those_of_the_whole_row_at_every_position(name):
+    """Rows of different lengths side by side, until the longest fills the context."""
+    model = recipe(name)
+    rows = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
+    decoder = Decoder(model, Runtime("cpu", "fp32"))
+    for step in range(18):
+        together = decoder(rows)
+        for row, logits in zip(rows, together, strict=True):
+            alone = model(torch.tensor([row]))[0][0, -1]
+            assert float((logits - alone).abs().max()) < 1e-4
+            row.append((31 * step + len(row)) % 257)
+    assert max(map(len, rows)) == 25
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_beyond_the_context_the_older_half_is_forgotten(name):
+    model = recipe(name, context=8)
+    row = list(range(1, 9))
+    decoder = Decoder(model, Runtime("cpu", "fp32"))
+    for step in range(20):
+        logits = decoder([row])[0]
+        over = max(0, len(row) - 8)
+        begin = 0 if over == 0 else 4 + 4 * ((over - 1) // 4)
+        alone = model(torch.tensor([row[begin:]]))[0][0, -1]
+        assert float((logits - alone).abs().max()) < 1e-4
+        row.append((7 * step) % 257)
+
+
+def test_only_new_tokens_are_run(model):
+    embed, lengths = model.embed, []
+    model.embed = lambda idx, *rest: lengths.append(idx.shape[1]) or embed(idx, *rest)
+    try:
+        generate(model, TOKENIZER, "ab", max_new_tokens=4)
+    finally:
+        del model.embed
+    assert lengths == [3, 1, 1, 1]
 
 
 def test_another_tokenizer_is_refused_with_both_sizes(model):

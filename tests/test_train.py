@@ -584,3 +584,30 @@ def test_a_model_that_is_not_ours_has_no_such_number(shards, tmp_path):
 
     train(small(shards, tmp_path / "run", num_steps=2), model=Bigram())
     assert all("max_attention_logit" not in line for line in read_metrics(tmp_path / "run"))
+
+
+def test_a_new_run_begins_with_the_weights_of_another(shards, tmp_path, capsys):
+    eval_every = {"eval_every": 4, "eval_tokens": 128}
+    first = train(small(shards, tmp_path / "first", num_steps=4, qk_norm=True, **eval_every))
+    config = small(
+        shards, tmp_path / "new", num_steps=2, init_from=tmp_path / "first", **eval_every
+    )
+    assert not config.model.qk_norm
+    result = train(config)
+    assert result.model.config.qk_norm
+    assert "Beginning with the weights of" in capsys.readouterr().out
+    records = read_metrics(tmp_path / "new")
+    assert (records[0]["step"], records[0]["val_loss"]) == (0, pytest.approx(first.val_loss))
+    again = train(config.replace(stop_after_step=None))
+    assert again.stopped_because == "done"
+    assert not again.model.training or again.step == 2
+
+
+def test_weights_of_another_tokenizer_are_not_begun_with(shards, tmp_path):
+    train(small(shards, tmp_path / "first", num_steps=1))
+    (tmp_path / "text.txt").write_text("other words " * 400)
+    ng.prepare(tmp_path / "text.txt", tmp_path / "data", train_tokenizer=260)
+    config = small(tmp_path / "data", tmp_path / "new", init_from=str(tmp_path / "first"))
+    with pytest.raises(UserError, match=r"its tokenizer is not that of .*prepare the data with"):
+        train(config)
+    assert not (tmp_path / "new").exists()

@@ -198,7 +198,7 @@ def test_the_bf16_flag_is_refused_and_the_tripwire_finds_it(run_python):
 
 def test_sampling_has_one_shape_and_makes_no_new_program(facts):
     sampling = facts["sampling"]
-    assert sampling["shapes"] == [[1, 32]]
+    assert sampling["shapes"] == [[1, 1], [1, 32]]  # reading, and a token more
     assert sampling["new_programs"] == 0
     assert sampling["num_tokens"] == 40
     assert sampling["max_id"] < 257
