@@ -1,4 +1,4 @@
-"""What the TPU's compiler says of every preset: writes preflight.md and preflight.png here.
+"""What the TPU's compiler says of every preset: writes preflight.md and its pictures here.
 
     python benchmarks/preflight.py                 # about an hour on two cores, no TPU
 
@@ -29,6 +29,8 @@ LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 MICRO_BATCHES = (4, 8, 16, 32)
 TOPOLOGIES = ("v5e:2x4", "v5e:4x4", "v5e:16x16", "v6e:2x4")
+LADDER_TITLE = "From the first recipe to ours, one lever at a time"
+PRESETS_TITLE = "All presets on v5e-8, as they are"
 Found = dict[str, Any]
 HEAD = (
     "| {} | GiB a chip | micro step, ms | optimizer step, ms | tokens/s | by roofline | MFU |\n"
@@ -90,16 +92,16 @@ def main() -> None:
         ("Micro-batch sizes of `tpu-fast`", "sequences a chip", lambda: [
             (str(size), ask(preset("tpu-fast", micro_batch_size=size))) for size in MICRO_BATCHES
         ]),
-        ("From the first recipe to ours, one lever at a time", "change", ladder),
+        (LADDER_TITLE, "change", ladder),
         ("Without any kernel", "attention", lambda: [
             ("`tpu-fast`, `attention=\"xla\"`", ask(preset("tpu-fast", attention="xla"))),
             ("`gpt2`, `attention=\"xla\"`", ask(preset("gpt2", attention="xla"))),
         ]),
+        (PRESETS_TITLE, "preset", lambda: [
+            (f"`{name}`", ask(preset(name))) for name in PRESETS
+        ]),
         ("More chips, and newer ones (65,536 tokens a chip and step)", "topology", lambda: [
             (name, ask(scaled(name), name)) for name in TOPOLOGIES
-        ]),
-        ("All presets on v5e-8, as they are", "preset", lambda: [
-            (f"`{name}`", ask(preset(name))) for name in PRESETS
         ]),
     )  # fmt: skip
     text = (HOME / "preflight_head.md").read_text().format(band=BAND)
@@ -108,8 +110,9 @@ def main() -> None:
         results[title] = make()
         text += f"\n## {title}\n\n{table(head, results[title])}\n"
         (HOME / "preflight.md").write_text(text)
-    pictured = [*results[sections[-1][0]], *results[sections[1][0]]]
-    draw([found for _, found in pictured if isinstance(found, dict)], HOME / "preflight.png")
+        pictured = [found for _, found in results[title] if isinstance(found, dict)]
+        if title in (LADDER_TITLE, PRESETS_TITLE):
+            draw(pictured, HOME / f"preflight_{head}.png")
 
 
 if __name__ == "__main__":
