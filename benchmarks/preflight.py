@@ -110,7 +110,11 @@ def main() -> None:
         results[title] = make()
         text += f"\n## {title}\n\n{table(head, results[title])}\n"
         (HOME / "preflight.md").write_text(text)
-        pictured = [found for _, found in results[title] if isinstance(found, dict)]
+        pictured = [
+            {**found, "preset": label.replace("`", "")}
+            for label, found in results[title]
+            if isinstance(found, dict)
+        ]
         if title in (LADDER_TITLE, PRESETS_TITLE):
             draw(pictured, HOME / f"preflight_{head}.png")
 
