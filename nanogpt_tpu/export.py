@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +139,37 @@ def import_hf(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
 
 
 def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder that appears as `out` once it is whole."""
+    """Let `write` fill a folder that appears as `out` once it is whole; else nothing is left."""
     if out.exists():
         raise UserError(f"out {str(out)!r} exists: give a folder that does not")
     partial = out.with_name(f"{out.name}_partial")
+    missing = [path for path in out.parents if not path.exists()]
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write(partial)
-        partial.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _make_new(partial)
+        try:
+            write(partial)
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"out {str(out)!r} cannot be written ({error}): make room") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not out.exists():
+            with suppress(OSError):  # another program may have begun to use one
+                for path in missing:
+                    path.rmdir()
+
+
+def _make_new(folder: Path) -> None:
+    """Make a folder; one that is there is the user's or another command's, and stays as it is."""
+    try:
+        folder.mkdir()
+    except FileExistsError as error:
+        raise UserError(
+            f"{str(folder)!r} exists: the same command is running or was killed; if it is not "
+            "running, move that folder away"
+        ) from error
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
@@ -162,7 +181,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text("utf-8"))
         if not isinstance(values, dict):
             raise ValueError("no object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): give a Hugging Face folder") from error
     return values
 
@@ -183,7 +202,7 @@ def _read_weights(folder: Path) -> tuple[Path, Weights]:
         names = {Path(str(name)).name for name in table.values()}  # never outside the folder
     try:
         parts = [load_file(folder / name) for name in sorted(names)]
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UnicodeError) as error:
         raise UserError(f"{folder}: weights cannot be read ({error}): download again") from error
     return path, {name: tensor for part in parts for name, tensor in part.items()}
 
@@ -221,7 +240,13 @@ def _compare(model: GPT, folder: Path) -> dict[str, Any]:
         return {"max_logit_difference": None, "compared": reason}
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    except Exception as error:  # each version has its own for what it does not know
+        raise UserError(
+            f"transformers {transformers.__version__} does not load the exported model ({error}): "
+            "nothing was written; try version 5.12"
+        ) from error
     generator = torch.Generator().manual_seed(0)
     shape = (1, model.config.block_size)
     idx = torch.randint(model.config.vocab_size, shape, generator=generator)

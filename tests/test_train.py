@@ -584,3 +584,29 @@ def test_a_model_that_is_not_ours_has_no_such_number(shards, tmp_path):
 
     train(small(shards, tmp_path / "run", num_steps=2), model=Bigram())
     assert all("max_attention_logit" not in line for line in read_metrics(tmp_path / "run"))
+
+
+def without_blocks(model):
+    model.h = torch.nn.ModuleList()
+
+
+def with_another_attention(model):
+    class Mean(torch.nn.Module):
+        def forward(self, x, rope):
+            return x.mean(1, keepdim=True).expand_as(x)
+
+    model.h[0].attn = Mean()
+
+
+def with_a_compiled_block(model):
+    model.h[0] = torch.compile(model.h[0], backend="eager")
+
+
+@pytest.mark.parametrize("change", [without_blocks, with_another_attention, with_a_compiled_block])
+def test_a_gpt_with_other_layers_trains_without_that_number(shards, tmp_path, change):
+    config = small(shards, tmp_path / "run", num_steps=2)
+    model = ng.GPT(config.model)
+    change(model)
+    train(config, model=model)
+    assert len(losses(tmp_path / "run")) == 2
+    assert all("max_attention_logit" not in line for line in read_metrics(tmp_path / "run"))
