@@ -155,10 +155,9 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
     except (OSError, SafetensorError) as error:
         raise UserError(f"out {str(out)!r} cannot be written ({error}): make room") from error
     finally:
-        if not out.exists():
-            with suppress(OSError):  # another program may have begun to use one
-                for path in missing:
-                    path.rmdir()
+        with suppress(OSError):  # only empty ones go: not those above a folder that was made
+            for path in missing:
+                path.rmdir()
 
 
 def _make_new(folder: Path) -> None:

@@ -183,6 +183,8 @@ def test_folders_made_on_the_way_go_too(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "a" / "b" / "c")]) == 2
     assert "does not load the exported model ('qwen3')" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "a" / ("b" * 300))]) == 2
+    assert "too long" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
