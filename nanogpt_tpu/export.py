@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,8 @@ from nanogpt_tpu.checkpoint import fill, open_checkpoint, save_checkpoint
 from nanogpt_tpu.config import TrainConfig
 from nanogpt_tpu.errors import UserError
 from nanogpt_tpu.hf_format import (
-    GPT2,
     OWN,
     OWN_CODE,
-    QWEN3,
     Weights,
     config_of_gpt2,
     to_hf,
@@ -33,16 +32,12 @@ from nanogpt_tpu.hf_format import (
 )
 from nanogpt_tpu.load import load_checkpoint
 from nanogpt_tpu.model import GPT
+from nanogpt_tpu.model_card import model_card
 from nanogpt_tpu.shardfile import hash_file
 from nanogpt_tpu.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 
 _WEIGHTS = "model.safetensors"
 _TOLERANCE = 1e-4  # of logits, relative once they are above 1
-_ELSEWHERE = {
-    GPT2: "For llama.cpp: `python convert_hf_to_gguf.py FOLDER` in its checkout.",
-    QWEN3: "Its activation is `{hidden_act}`: llama.cpp and others that assume SiLU do not fit.",
-    OWN: "Load it with `trust_remote_code=True`: its code is `modeling_nanogpt_tpu.py`, here.",
-}
 
 
 def export_hf(run: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def export_hf(run: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[
         picture = open_checkpoint(run).folder.parent.parent / "loss.png"
         if picture.is_file():
             shutil.copyfile(picture, folder / picture.name)
-        card = _card(state, values, found["num_params"], picture.is_file())
+        card = model_card(state, values, found["num_params"], picture.is_file())
         (folder / "README.md").write_text(card, "utf-8")
         found.update(_compare(model, folder))
 
@@ -141,19 +136,36 @@ def import_hf(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
 
 
 def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder that appears as `out` once it is whole."""
+    """Let `write` fill a folder that appears as `out` once it is whole; else nothing is left."""
     if out.exists():
         raise UserError(f"out {str(out)!r} exists: give a folder that does not")
     partial = out.with_name(f"{out.name}_partial")
+    missing = [path for path in out.parents if not path.exists()]
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write(partial)
-        partial.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _make_new(partial)
+        try:
+            write(partial)
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise UserError(f"out {str(out)!r} cannot be written ({error}): make room") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):  # only empty ones go: not those above a folder that was made
+            for path in missing:
+                path.rmdir()
+
+
+def _make_new(folder: Path) -> None:
+    """Make a folder; one that is there is the user's or another command's, and stays as it is."""
+    try:
+        folder.mkdir()
+    except FileExistsError as error:
+        raise UserError(
+            f"{str(folder)!r} exists: the same command is running or was killed; if it is not "
+            "running, move that folder away"
+        ) from error
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
@@ -165,7 +177,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text("utf-8"))
         if not isinstance(values, dict):
             raise ValueError("no object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path} cannot be read ({error}): give a folder, as made by "
             "hf download openai-community/gpt2 --local-dir gpt2-folder"
@@ -189,7 +201,7 @@ def _read_weights(folder: Path) -> tuple[Path, Weights]:
         names = {Path(str(name)).name for name in table.values()}  # never outside the folder
     try:
         parts = [load_file(folder / name) for name in sorted(names)]
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, UnicodeError) as error:
         raise UserError(f"{folder}: weights cannot be read ({error}): download again") from error
     return path, {name: tensor for part in parts for name, tensor in part.items()}
 
@@ -227,7 +239,13 @@ def _compare(model: GPT, folder: Path) -> dict[str, Any]:
         return {"max_logit_difference": None, "compared": reason}
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    except Exception as error:  # each version has its own for what it does not know
+        raise UserError(
+            f"transformers {transformers.__version__} does not load the exported model ({error}): "
+            "nothing was written; try version 5.12"
+        ) from error
     generator = torch.Generator().manual_seed(0)
     shape = (1, model.config.block_size)
     idx = torch.randint(model.config.vocab_size, shape, generator=generator)
@@ -243,38 +261,3 @@ def _compare(model: GPT, folder: Path) -> dict[str, Any]:
         )
     same = f"at most {difference:.1g} apart, transformers {transformers.__version__}"
     return {"max_logit_difference": difference, "compared": same}
-
-
-def _card(state: dict[str, Any], values: dict[str, Any], num_params: int, has_picture: bool) -> str:
-    """The model card: what it is, what it was trained on, how to load it."""
-    loss = "not measured" if state["val_loss"] is None else f"{state['val_loss']:.4f} nats a token"
-    name = values["architectures"][0]
-    remote = ", trust_remote_code=True" if name == OWN else ""
-    return "\n".join([
-        "---",
-        "license: unknown  # choose one: your data and you decide",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "---",
-        f"A GPT of {num_params:,} parameters ({name}), trained from scratch with nanogpt_tpu.",
-        "",
-        f"- Data: {Path(state['data']['source']).name}, {state['data']['num_tokens']:,} tokens",
-        f"- Trained: {state['step']:,} steps, {state['tokens']:,} tokens",
-        f"- Validation loss: {loss}",
-        f"- Tokenizer: {state['tokenizer']['kind']}, {state['tokenizer']['vocab_size']:,} ids; "
-        "each training document begins with `<|endoftext|>`",
-        f"- Context: {state['config']['model']['block_size']:,} tokens, prompt included",
-        "",
-        *(["![loss](loss.png)", ""] if has_picture else []),
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{remote})',
-        f'model = AutoModelForCausalLM.from_pretrained("FOLDER"{remote})',
-        'ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
-        "print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))",
-        "```",
-        "",
-        _ELSEWHERE[name].format(**{"hidden_act": "", **values}),
-        "",
-    ])  # fmt: skip

@@ -21,6 +21,15 @@ OWN_CODE = "modeling_nanogpt_tpu"
 _CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2 keeps these as (in, out)
 _BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)$")  # causal masks in old files
 _TABLES = ("wte.weight", "lm_head.weight")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# Our names of sizes, and those that a GPT2Config may have them under; it may hold several.
+_SIZES = {
+    "n_layer": ("n_layer", "num_hidden_layers"),
+    "n_head": ("n_head", "num_attention_heads"),
+    "n_embd": ("n_embd", "hidden_size"),
+    "vocab_size": ("vocab_size",),
+    "block_size": ("n_positions", "max_position_embeddings"),
+}
 # What of a GPT2Config changes the function, and the values that are ours.
 _GPT2_ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -156,9 +165,11 @@ def config_of_gpt2(values: dict[str, Any], origin: object) -> ModelConfig:
             f"{origin}: model_type is {values.get('model_type')!r}, only 'gpt2' can be imported "
             "(openai-community/gpt2, -medium, -large, -xl, distilgpt2 and their like)"
         )
-    ours = {"block_size": "n_positions"}
-    names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
-    given = {name: values[ours.get(name, name)] for name in names if ours.get(name, name) in values}
+    given: dict[str, Any] = {}
+    for name, theirs in _SIZES.items():
+        for key in theirs:
+            if key in values and given.setdefault(name, values[key]) != values[key]:
+                raise UserError(f"{origin}: {key} is {values[key]!r}, {theirs[0]} {given[name]!r}")
     config = ModelConfig(**given, tie_embeddings=values.get("tie_word_embeddings", True))
     for name, allowed in {**_GPT2_ONLY, "n_inner": (None, 4 * config.n_embd)}.items():
         if (value := values.get(name, allowed[0])) not in allowed:
@@ -170,14 +181,20 @@ def weights_of_gpt2(config: ModelConfig, tensors: Weights, origin: object) -> We
     """A GPT2Model's or GPT2LMHeadModel's tensors as a GPT's state dict, fp32.
 
     Raises:
-        UserError: the tables or the number of layers are not those of `config`, or a tied head
-            differs.
+        UserError: the tables or the number of layers are not those of `config`, a tied head
+            differs, a tensor is there twice, or is none of floating-point numbers.
     """
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    weights = {}
-    for name, tensor in tensors.items():
+    weights: Weights = {}
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix("transformer.")
         if _BUFFER.fullmatch(name):
             continue
+        if name in weights:
+            raise UserError(f"{origin}: {name} is there twice, with 'transformer.' and without")
+        if tensor.dtype not in _FLOATS:
+            raise UserError(
+                f"{origin}: {full_name} is of {tensor.dtype}: quantized weights cannot be imported"
+            )
         is_turned = tensor.dim() == 2 and _CONV1D.search(name)
         weights[name] = tensor.float().t() if is_turned else tensor.float()
     _check_sizes(config, weights, origin)
@@ -200,6 +217,8 @@ def _check_sizes(config: ModelConfig, weights: Weights, origin: object) -> None:
     width = config.n_embd
     tables = {"wpe.weight": config.block_size, **dict.fromkeys(_TABLES, config.vocab_size)}
     for name, rows in tables.items():
+        if name not in weights and name != "lm_head.weight":
+            raise UserError(f"{origin}: weights do not fit: the model needs {name}")
         if name in weights and weights[name].shape != (rows, width):
             raise UserError(
                 f"{origin}: {name} has shape {tuple(weights[name].shape)}, its config.json says "

@@ -141,14 +141,23 @@ class NanoGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """The embedding table."""
         return self.wte
 
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Another table, as `resize_token_embeddings` makes it."""
+        self.wte = value  # type: ignore[assignment]
+
     def forward(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
         **_: Any,
     ) -> CausalLMOutput:
-        """Logits (B, T, V) of ids (B, T); with labels also the loss, shifted here."""
+        """Logits (B, T, V) of ids (B, T); with labels also the loss, shifted here.
+
+        With `num_items_in_batch` the loss is the sum over its tokens by that number: so Trainer
+        accumulates.
+        """
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (real.cumsum(-1) - 1).clamp(min=0)  # (B, T), padding left or right
         causal = torch.ones(input_ids.size(1), input_ids.size(1), device=real.device).tril().bool()
@@ -164,7 +173,9 @@ class NanoGPTForCausalLM(PreTrainedModel, GenerationMixin):
         values: dict[str, Any] = {"logits": logits}
         if labels is not None:
             rows = logits[:, :-1].flatten(0, 1).float()
-            values["loss"] = F.cross_entropy(rows, labels[:, 1:].flatten())
+            how = "mean" if num_items_in_batch is None else "sum"
+            loss = F.cross_entropy(rows, labels[:, 1:].flatten(), reduction=how)
+            values["loss"] = loss if num_items_in_batch is None else loss / num_items_in_batch
         return CausalLMOutput(**values)
 
     def prepare_inputs_for_generation(  # type: ignore[override]

@@ -10,7 +10,7 @@ from torch import nn
 from nanogpt_tpu import kernels
 from nanogpt_tpu.config import BatchPlan, TrainConfig
 from nanogpt_tpu.errors import UserError
-from nanogpt_tpu.model import GPT
+from nanogpt_tpu.model import GPT, Attention, Block
 from nanogpt_tpu.optim import make_optimizer, set_step
 from nanogpt_tpu.runtime import Runtime
 from nanogpt_tpu.spmd import LocalGradients
@@ -87,10 +87,11 @@ class TrainStep:
         return [] if self._local is None else list(self._local.copies.values())
 
     def measure(self) -> dict[str, float]:
-        """Read the device: loss, grad_norm, bad_step and, of a GPT, max_attention_logit."""
+        """Read the device: loss, grad_norm, bad_step and, of our layers, max_attention_logit."""
         values = {"loss": self.loss, "grad_norm": self.grad_norm, "bad_step": self.bad_step}
         model, runtime = self._runtime.unwrap(self.model), self._runtime
-        if isinstance(model, GPT):
+        if _has_our_attention(model):
+            assert isinstance(model, GPT)
             # One sequence a device, plain and in fp32: XLA adds one small program, always the same.
             model.eval()
             logit = model.max_attention_logit(*runtime.place(self._probe))
@@ -134,3 +135,10 @@ class TrainStep:
         if self._local is not None:
             self._local.copy_weights()
         runtime.cut()
+
+
+def _has_our_attention(model: nn.Module) -> bool:
+    """Whether attention logits can be computed: not where a GPT's layers have been exchanged."""
+    blocks = list(model.h) if isinstance(model, GPT) else []
+    ours = (type(block) is Block and type(block.attn) is Attention for block in blocks)
+    return bool(blocks) and all(ours)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import nanogpt_tpu as ng
 
@@ -129,11 +128,11 @@ def test_the_tokenizer_gives_the_same_ids_and_the_model_writes(tmp_path, preset)
     model = load_exported(tmp_path / "out")
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     alone = model.generate(**tokenizer("abc", return_tensors="pt"), **settings)[0]
+    tokenizer.padding_side = "left"
     batch = tokenizer(["abc", "a longer one"], return_tensors="pt", padding=True)
     both = model.generate(**batch, **settings)
     assert both.shape[1] == len("a longer one") + 6
-    if tokenizer.padding_side == "left":
-        assert both[0, -9:].tolist() == alone[-9:].tolist()
+    assert both[0, -9:].tolist() == alone.tolist()
 
 
 def test_a_padded_row_gives_what_it_gives_alone(tmp_path):
@@ -150,112 +149,43 @@ def test_a_padded_row_gives_what_it_gives_alone(tmp_path):
     assert float(alone.loss) > 0
 
 
-def write_gpt2(folder, change_config=None, change=None, **sizes):
-    """A small folder as the hub has it; `change` edits its tensors in place."""
-    names = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 257}
-    model = randomize(GPT2LMHeadModel(GPT2Config(**{**names, **sizes})))
-    model.save_pretrained(folder)
-    load_tokenizer("bytes").save(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **(change_config or {})}))
-    if change is not None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-    return model
+def test_our_class_accumulates_gradients_and_grows(tmp_path):
+    """As Trainer does it: each part's loss is a sum, divided by the tokens of all parts."""
+    make_run(tmp_path / "run", "blog")
+    ng.export_hf(tmp_path / "run", tmp_path / "out")
+    model = load_exported(tmp_path / "out")
+    rows = torch.randint(256, (4, 9))
+    with torch.no_grad():
+        parts = [model(part, labels=part, num_items_in_batch=32).loss for part in rows.chunk(2)]
+        whole = model(rows, labels=rows).loss
+    assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-5)
+    model.resize_token_embeddings(260)
+    assert model(torch.tensor([[1, 259]])).logits.shape == (1, 2, 260)
 
 
-def as_on_the_hub(tensors):
-    """openai-community/gpt2's own names: no prefix, no head, causal masks kept as tensors."""
-    for name in list(tensors):
-        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
-    for n in range(2):
-        tensors[f"h.{n}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
-        tensors[f"h.{n}.attn.masked_bias"] = torch.tensor(-1e4)
+def test_a_folder_of_the_user_stays(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    (tmp_path / "out_partial").mkdir()
+    (tmp_path / "out_partial" / "thesis").touch()
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 2
+    assert "out_partial' exists" in capsys.readouterr().err
+    assert (tmp_path / "out_partial" / "thesis").is_file()
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("change", [None, as_on_the_hub])
-def test_names_of_the_hub(tmp_path, change):
-    theirs = write_gpt2(tmp_path / "in", change=change)
-    assert main(["import-hf", str(tmp_path / "in"), "--out", str(tmp_path / "run")]) == 0
-    ours, tokenizer, _ = ng.load_checkpoint(tmp_path / "run")
-    assert tokenizer.kind == "bytes"
-    difference = logits_of(ours, num_tokens=16) - logits_of(theirs, num_tokens=16)
-    assert float(difference.abs().max()) < 1e-5
-    text = ng.generate(ours, tokenizer, "ab", max_new_tokens=3, seed=1)
-    assert text.startswith("ab")
+def test_folders_made_on_the_way_go_too(tmp_path, monkeypatch, capsys):
+    """Here because transformers, of an old version, does not know the architecture."""
 
+    def refuse(*args, **kwargs):
+        raise KeyError("qwen3")
 
-def test_weights_in_parts(tmp_path):
-    theirs = write_gpt2(tmp_path / "in")
-    (tmp_path / "in" / "model.safetensors").unlink()
-    theirs.save_pretrained(tmp_path / "in", max_shard_size="40KB")
-    assert (tmp_path / "in" / "model.safetensors.index.json").is_file()
-    ng.import_hf(tmp_path / "in", tmp_path / "run")
-    ours, _, _ = ng.load_checkpoint(tmp_path / "run")
-    difference = logits_of(ours, num_tokens=16) - logits_of(theirs, num_tokens=16)
-    assert float(difference.abs().max()) < 1e-5
-
-
-def wider(tensors):
-    tensors["transformer.h.1.mlp.c_fc.weight"] = torch.zeros(32, 99)
-
-
-def shorter(tensors):
-    del tensors["transformer.h.1.mlp.c_fc.weight"]
-
-
-def longer(tensors):
-    tensors["transformer.extra"] = torch.zeros(1)
-
-
-def another_head(tensors):
-    tensors["lm_head.weight"] = torch.zeros(257, 32)
-
-
-@pytest.mark.parametrize(
-    "change_config, change, words",
-    [
-        ({"model_type": "llama"}, None, "model_type is 'llama'"),
-        ({"activation_function": "gelu"}, None, "activation_function is 'gelu'"),
-        ({"layer_norm_epsilon": 1e-6}, None, "layer_norm_epsilon is 1e-06"),
-        ({"n_inner": 64}, None, "n_inner is 64"),
-        ({"scale_attn_by_inverse_layer_idx": True}, None, "scale_attn_by_inverse_layer_idx"),
-        ({"n_layer": 1_000_000_000}, None, "weights of 2 layers, n_layer is 1000000000"),
-        ({"n_layer": "two"}, None, "n_layer is 'two'"),
-        ({"n_embd": 1_000_000}, None, "(16, 32), its config.json says (16, 1000000)"),
-        ({"n_positions": 64}, None, "wpe.weight has shape (16, 32)"),
-        ({"vocab_size": 300}, None, "wte.weight has shape (257, 32)"),
-        (None, wider, "(99, 32) there, (128, 32) in the model"),
-        (None, shorter, "the model needs h.1.mlp.c_fc.weight"),
-        (None, longer, "the model has no extra"),
-        (None, another_head, "lm_head.weight differs from wte.weight"),
-    ],
-)
-def test_what_is_not_ours_is_refused_in_a_line(tmp_path, capsys, change_config, change, words):
-    write_gpt2(tmp_path / "in", change_config, change)
-    assert main(["import-hf", str(tmp_path / "in"), "--out", str(tmp_path / "run")]) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert words in line
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_a_pickle_is_never_opened(tmp_path, capsys):
-    write_gpt2(tmp_path / "in")
-    (tmp_path / "in" / "model.safetensors").rename(tmp_path / "in" / "pytorch_model.bin")
-    assert main(["import-hf", str(tmp_path / "in"), "--out", str(tmp_path / "run")]) == 2
-    assert "only pytorch_model.bin, which can run code" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_half_a_file(tmp_path, capsys, name):
-    write_gpt2(tmp_path / "in")
-    content = (tmp_path / "in" / name).read_bytes()
-    (tmp_path / "in" / name).write_bytes(content[: len(content) // 2])
-    assert main(["import-hf", str(tmp_path / "in"), "--out", str(tmp_path / "run")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    make_run(tmp_path / "run", "tpu-fast")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "a" / "b" / "c")]) == 2
+    assert "does not load the exported model ('qwen3')" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "a" / ("b" * 300))]) == 2
+    assert "too long" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_nothing_is_written_over(tmp_path, capsys):
@@ -281,18 +211,3 @@ def test_json(tmp_path, capsys):
     assert found["architecture"] == "GPT2LMHeadModel"
     assert found["max_logit_difference"] < 1e-4
     assert found["num_params"] == ng.GPT(ModelConfig(**SMALL)).num_params()
-
-
-def test_imported_weights_are_begun_with_not_gone_on_with(tmp_path, capsys):
-    write_gpt2(tmp_path / "in")
-    ng.import_hf(tmp_path / "in", tmp_path / "gpt2")
-    (tmp_path / "text.txt").write_text("some words to learn from " * 60)
-    own = str(tmp_path / "gpt2" / "tokenizer.json")
-    ng.prepare(tmp_path / "text.txt", tmp_path / "data", own)
-    run = ["train", "--preset", "tiny", "--device", "cpu", "--data", str(tmp_path / "data")]
-    run += ["--num-steps", "1", "--tokens-per-step", "32", "--eval-every", "none", "--out"]
-    assert main([*run, str(tmp_path / "gpt2")]) == 2
-    assert "with --init-from and give another --out" in capsys.readouterr().err
-    assert main([*run, str(tmp_path / "new"), "--init-from", str(tmp_path / "gpt2")]) == 0
-    model, _, state = ng.load_checkpoint(tmp_path / "new")
-    assert (model.config.n_embd, model.config.block_size, state["step"]) == (32, 16, 1)
