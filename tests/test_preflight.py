@@ -52,7 +52,8 @@ def test_the_training_step_compiles_for_a_tpu(found):
     assert found["fits"] and found["hbm_peak_bytes"] < found["hbm_limit_bytes"]
     assert found["hbm_peak_bytes"] == sum(found["hbm_bytes"].values())
     assert all(size > 0 for size in found["hbm_bytes"].values())
-    assert 0 < found["roofline"]["micro_step_s"] < found["micro_step_s"]
+    # Neither clock is a bound of the other: one is blind to waste, the other to some copies.
+    assert 0.5 < found["roofline"]["micro_step_s"] / found["micro_step_s"] < 1.2
     assert found["step_s"] == pytest.approx(
         found["num_micro_steps"] * found["micro_step_s"] + found["optimizer_step_s"]
     )
