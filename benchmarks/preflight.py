@@ -22,8 +22,8 @@ PRESETS = (
 LADDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("`blog` as it is", {}),
     ("no recomputing, 16 sequences", {"gradient_checkpointing": False, "micro_batch_size": 16}),
-    ("attention in bf16, in a kernel", {"attention_fp32": False}),
-    ("6 heads of 128 instead of 12 of 64", {"n_head": 6}),
+    ("attention in bf16 (no kernel of this shape)", {"attention_fp32": False}),
+    ("6 heads of 128 for 12 of 64, in a kernel", {"n_head": 6}),
     ("RMSNorm, no biases", {"norm": "rmsnorm", "bias": False}),
     ("Muon: this is `tpu-fast`", {"optimizer": "muon"}),
 )
